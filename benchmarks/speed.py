@@ -27,7 +27,7 @@ def carve(model: str, active: float, folder: Path, text: Path) -> Path:
     moe = folder / f"{Path(model).stem}-{active}"
     if not moe.exists():
         settings = [word for setting in CARVING for word in ("--set", setting)]
-        tomoe("carve", model, "--active", active, "-o", moe, "--data", text, "--repair", "none", *settings)
+        tomoe("convert", model, "--active", active, "-o", moe, "--data", text, "--repair", "none", *settings)
     return moe
 
 

@@ -130,7 +130,7 @@ def make_page() -> str:
     from tomoe.recipe.conversion import Recipe
     from tomoe.recipe.finetuning import FinetuneRecipe
 
-    about = "`convert`, `carve`, `train` and `doctor` read it; in Python `tomoe.Recipe`."
+    about = "`convert`, `train` and `doctor` read it; in Python `tomoe.Recipe`."
     conversion = describe("Conversion", about, Recipe)
     about = "`finetune` reads it; in Python `tomoe.recipe.finetuning.FinetuneRecipe`."
     finetuning = describe("Fine-tuning", about, FinetuneRecipe)

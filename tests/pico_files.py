@@ -71,6 +71,10 @@ INPUTS = [
 ]
 
 
+# what is not learned: the last word on what `small` sets
+CARVED = ["--set=train.steps=0", "--set=data.tokens=0"]
+
+
 def fine(**changes: str) -> list[str]:
     """The `--set` options of a small conversion to fine-grained experts, for 60 % active."""
     return [*small(**changes), *(word for key in FINE for word in ("--set", key))]
@@ -156,9 +160,9 @@ def proved(export: Outcome, out: Path) -> dict[str, Any]:
 
 
 def carved(folder: Path, *options: str) -> Path:
-    """Fill the folder with `dense`, `text.txt` and `moe`, which `tomoe carve` makes of them; return the folder."""
+    """Fill the folder with `dense`, `text.txt` and `moe`, a conversion without learning; return the folder."""
     dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
-    succeed("carve", dense, "-o", folder / "moe", "--data", text, *small(), *options)
+    succeed("convert", dense, "-o", folder / "moe", "--data", text, *small(), *CARVED, *options)
     return folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import CommandLine, contents, refused, small
+from pico_files import CARVED, CommandLine, contents, refused, small
 from tomoe.folders import MODEL, RUN, is_ours
 
 # names of ours and others, of files that tomoe did not write
@@ -40,11 +40,11 @@ def test_a_folder_of_somebody_else_stays_as_it_is(
     out, moe = tmp_path / "mine", converted / "moe"
     before = fill(out, *MINE)
     commands: tuple[tuple[str | Path, ...], ...] = (
-        ("convert", model, "-o", out, "--data", text, *small()),
+        ("convert", model, "-o", out, "--data", text, *small(), *CARVED),
         ("apply", moe, model, "-o", out),
         ("repair", moe, "-o", out),
         ("finetune", moe, "-o", out, "--data", text),
-        ("train", model, "-o", out, "--data", text, *small()),
+        ("train", model, "-o", out, "--data", text, *small(), *CARVED),
         ("export", moe, "-o", out),
     )
     for command in commands:
@@ -59,7 +59,7 @@ def test_a_folder_of_somebody_else_stays_as_it_is(
 def test_with_force_a_model_is_written_beside_them(tomoe: CommandLine, model: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     before = fill(out, "thesis.txt", "old-lora.safetensors", "figures/fig1.png", "model_backup.safetensors")
-    command = ("carve", model, "-o", out, "--data", text, *small())
+    command = ("convert", model, "-o", out, "--data", text, *small(), *CARVED)
     refused(tomoe(*command), "thesis.txt", "--force")
     assert contents(out) == before
     assert tomoe(*command, "--force").code == 0

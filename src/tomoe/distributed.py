@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tomoe.errors import UserError, shortened
+from tomoe.errors import Advice, UserError, shortened
 from tomoe.files import remove_leftovers
 from tomoe.locks import folder_lock
 
 TIMEOUT = timedelta(hours=12)  # rank 0 prepares text, runs tasks and folds while the others wait
-RESUME = "run the same command with --resume"
+RESUME = Advice("resume", "to run the same command on")
 RESTART = "run the same command again"
 
 
@@ -151,7 +151,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def all_reduce_(t: Tensor, advice: str = RESTART) -> None:
+def all_reduce_(t: Tensor, advice: str | Advice = RESTART) -> None:
     """Combine what every rank filled in for its share, leaving zeros elsewhere. Raises UserError if a rank is gone."""
     if world_size() > 1:
         _collective(partial(dist.all_reduce, t), advice)
@@ -163,12 +163,13 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _collective(operation: Callable[[], object], advice: str = RESUME) -> None:
+def _collective(operation: Callable[[], object], advice: str | Advice = RESUME) -> None:
     try:
         operation()
     except RuntimeError as error:
         raise UserError(
-            f"another process of this run ended, so rank {rank()} cannot continue ({_first_line(error)}); {advice}"
+            f"another process of this run ended, so rank {rank()} cannot continue ({_first_line(error)})",
+            advice,
         ) from error
 
 

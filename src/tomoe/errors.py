@@ -1,11 +1,68 @@
 """The exception for errors that the user can fix, and the warning that the command line shows."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 _SHOWN = 200  # characters
 
 
+@dataclass(frozen=True)
+class Advice:
+    """A setting that helps: an argument of the function, or a key of the recipe, whose option has a name of its own on the
+    command line."""
+
+    name: str
+    purpose: str  # goes on after its name: "to start over"
+    value: str = "True"
+    here: bool = True  # whether it belongs to the call that failed; if not, the purpose says to which
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
 class UserError(ValueError):
-    """An error that the user can fix, in one sentence: what is wrong, what was found, what to do. The command line prints it
-    as one line and exits with code 2. A mistake of ours is an `assert`."""
+    """An error that the user can fix: what is wrong and what was found, then ways out. As text it is one sentence, which names
+    settings as Python does; the command line prints one line that names its options, and exits with code 2. A mistake of ours
+    is an `assert`."""
+
+    def __init__(self, wrong: str, *advice: str | Advice):
+        """wrong: a sentence that stands for itself, without a full stop. advice: what to do, in words or by a setting."""
+        super().__init__(wrong, *advice)
+        self.wrong, self.advice = wrong, advice
+
+    def told(self, name: Callable[[Advice], str | None] = str) -> str:
+        """The whole sentence, its settings by `name`, without those for which that is None."""
+        found = ((one, name(one)) if isinstance(one, Advice) else (None, one) for one in self.advice)
+        ways = [f"use {named} {one.purpose}" if one else named for one, named in found if named]
+        return "; ".join(filter(None, (self.wrong, ", or ".join(ways))))
+
+    def __str__(self) -> str:
+        return self.told()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the memory of the machine or of a device has run out; no torch need be imported to tell."""
+    words = ("out of memory", "allocate memory")
+    named = type(error).__name__ == "OutOfMemoryError"
+    return (
+        isinstance(error, MemoryError)
+        or named
+        or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))
+    )
+
+
+@contextmanager
+def enough_memory(*advice: Advice) -> Iterator[None]:
+    """Raise UserError, with the advice, where memory runs out within."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"memory ran out ({shortened(error)})", *advice) from error
 
 
 class Note(UserWarning):

@@ -146,6 +146,15 @@ def read_text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
+def is_whole(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair in it, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_json(text: str) -> Any:
     """The values in JSON from an untrusted source; they can be written, printed and computed with.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 
 WEIGHTS = ("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json")
 CONFIGS = ("config.json", "generation_config.json", "modeling_tomoe.py", "SHA256SUMS")
@@ -65,7 +65,6 @@ _MARKS = {
     "origin.sha256": "",
     "repair/layer-000.safetensors": "",
 }
-JSON_MARK = '"format": "tomoe-'
 _BEGINNING = 2**24  # bytes of a file in which its mark is looked for
 _NAMED = 4  # names that a sentence lists
 
@@ -104,8 +103,9 @@ def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
         )
     if found and not force:
         raise UserError(
-            f"{folder} holds files that tomoe did not write ({listed(found)}); choose another folder, or add --force to "
-            "write beside them"
+            f"{folder} holds files that tomoe did not write ({listed(found)})",
+            "choose another folder",
+            Advice("force", "to write beside them"),
         )
 
 
@@ -118,12 +118,16 @@ def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = F
     replaces = force or (resume and (out / "run" / "recipe.json").exists())
     refuse_strangers(out, replaces, (*MODEL, "adapter_config.json"))
     if (out / "config.json").exists() and not replaces:
-        raise UserError(f"{out} already holds a model; choose another folder or add --force")
+        raise UserError(f"{out} already holds a model", "choose another folder", Advice("force", "to replace it"))
 
 
 def refuse_stranger(file: Path | None, mark: str) -> None:
     """Raises UserError if a file to write is there and was not written by tomoe, whose own have the text `mark` in them."""
-    if file is None or not file.exists() or holds(file, mark) or (file.is_file() and not file.stat().st_size):
+    if file is None:
+        return
+    if file.suffix != ".json" and file.name in MODEL and is_ours(file.parent):
+        raise UserError(f"{file} belongs to the model in {file.parent}; choose another name")
+    if not file.exists() or holds(file, mark) or (file.is_file() and not file.stat().st_size):
         return
     raise UserError(f"{file} exists, and tomoe did not write it; choose another name")
 

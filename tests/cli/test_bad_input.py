@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pico_files import CommandLine, contents, fine, refused, small, write_pico
+from pico_files import CARVED, CommandLine, contents, fine, refused, small, write_pico
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
@@ -31,12 +31,11 @@ def test_a_budget_that_fine_grained_experts_cannot_meet(
     """Before any text is read, which is not there."""
     nowhere = tmp_path / "nowhere.txt"
     options = ["--active", active, "--data", nowhere, *fine(), "--set", "experts.num_experts=16"]
-    for verb in ("convert", "carve"):
-        refused(
-            tomoe(verb, model, "-o", tmp_path / "out", *options),
-            "decoder parameters" if active == "0.05" else "512 neurons",
-            words,
-        )
+    refused(
+        tomoe("convert", model, "-o", tmp_path / "out", *options),
+        "decoder parameters" if active == "0.05" else "512 neurons",
+        words,
+    )
     refused(tomoe("doctor", model, *options[:2], *options[4:]), words)
     assert not (tmp_path / "out").exists()
 
@@ -78,7 +77,7 @@ def test_an_existing_output_stays_without_force(
 ) -> None:
     out = shutil.copytree(converted / "moe", tmp_path / "out")
     before = contents(out)
-    refused(tomoe("carve", model, "-o", out, "--data", text, *small()), "--force")
+    refused(tomoe("convert", model, "-o", out, "--data", text, *small(), *CARVED), "--force")
     refused(tomoe("apply", out, model, "-o", out), "--force")
     refused(tomoe("train", model, "-o", out / "run", "--data", text, *small()), "--force")
     assert contents(out) == before
@@ -177,9 +176,9 @@ def test_a_device_that_does_not_exist(tomoe: CommandLine, tmp_path: Path, model:
 
 
 @pytest.mark.slow
-def test_a_carve_in_float16_is_no_bad_input(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+def test_float16_without_learning_is_no_bad_input(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     half = small(train_dtype="float16")
-    assert tomoe("carve", model, "-o", tmp_path / "out", "--data", text, *half).code == 0
+    assert tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *half, *CARVED).code == 0
 
 
 def test_nothing_to_go_on_from(tomoe: CommandLine, model: Path) -> None:

@@ -146,26 +146,26 @@ def test_suggested_commands_are_quoted() -> None:
 
 def test_percentages(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     conversions: list[Recipe] = []
-    carving = importlib.import_module("tomoe.cli.carve")
-    monkeypatch.setattr(carving, "run_conversion", lambda recipe, *_: conversions.append(recipe))
+    converting = importlib.import_module("tomoe.cli.convert")
+    monkeypatch.setattr(converting, "run_conversion", lambda recipe, *_: conversions.append(recipe))
     for options in (["--active", "62.5%"], ["--active", "0.625"], ["--set", "active=62.5%"]):
-        assert tomoe("carve", "pico", "-o", "out", *options).code == 0
+        assert tomoe("convert", "pico", "-o", "out", *options).code == 0
     assert [recipe.active for recipe in conversions] == [0.625] * 3
     assert with_fractions("active=70%, 0.5") == "active=0.7, 0.5"
     assert with_fractions("data.sources=50%.txt") == "data.sources=50%.txt"
-    wrong = tomoe("carve", "pico", "-o", "out", "--active", "half")
+    wrong = tomoe("convert", "pico", "-o", "out", "--active", "half")
     assert wrong.code == 2
     assert "neither a fraction" in " ".join(wrong.err.split())
 
 
-def test_carve_prepares_the_text_that_it_needs(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_learning_the_text_is_as_long_as_is_needed(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much is asked for; what is said of data.tokens itself holds too, and is refused where it cannot."""
     made: list[DataSection] = []
-    carving = importlib.import_module("tomoe.cli.carve")
-    monkeypatch.setattr(carving, "run_conversion", lambda recipe, *_: made.append(recipe.data))
+    converting = importlib.import_module("tomoe.cli.convert")
+    monkeypatch.setattr(converting, "run_conversion", lambda recipe, *_: made.append(recipe.data))
     much = ["--set", "data.calibration_tokens=100000"]
     for changes in (["repair.mode=none"], [], ["repair.tokens=150000"], ["data.tokens=200000"], ["data.tokens=5000"]):
-        done = tomoe("carve", "pico", "-o", "out", *much, *(word for change in changes for word in ("--set", change)))
+        done = tomoe("convert", "pico", "-o", "out", *much, *(word for change in changes for word in ("--set", change)))
     # repair fits to the calibration text, too, and to 50,000 tokens more if it is asked to
     sizes = [(100_000, 116_896), (100_000, 116_896), (100_000, 166_384), (100_000, 200_000)]
     assert [(data.calibration_tokens, data.tokens) for data in made] == sizes
@@ -173,7 +173,7 @@ def test_carve_prepares_the_text_that_it_needs(tomoe: CommandLine, monkeypatch: 
     assert "data.tokens is 5000" in done.err
 
 
-def test_carve_learns_nothing(converted: Path) -> None:
+def test_a_conversion_learns_nothing_unless_asked_to(converted: Path) -> None:
     recipe = json.loads((converted / "moe" / "recipe.json").read_text())
     assert recipe["train"]["steps"] == 0
     assert recipe["start"] == "carved"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from pico_files import CommandLine, fine, refused, write_pico, write_text
+from pico_files import CARVED, CommandLine, fine, refused, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.data.corpus import Corpus, pack
 from tomoe.data.sources import documents
@@ -220,13 +220,13 @@ def test_every_command_reads_chats(tomoe: CommandLine, tmp_path: Path) -> None:
     lines = [line for line in write_text(tmp_path / "text.txt").read_text().split("\n") if line]
     rows = [{"messages": [{"role": "user", "content": line}, SAID]} for line in lines]
     chats = write_rows(tmp_path / "chats.jsonl", *rows)
-    options = ["--data", chats, *fine(), "--active", "0.6", "--repair", "none"]
-    refused(tomoe("carve", dense, "-o", tmp_path / "moe", *options), "this model's tokenizer has no chat template")
+    options = ["--data", chats, *fine(), *CARVED, "--active", "0.6", "--repair", "none"]
+    refused(tomoe("convert", dense, "-o", tmp_path / "moe", *options), "this model's tokenizer has no chat template")
     refused(tomoe("evaluate", dense, "--text", chats), "this model's tokenizer has no chat template")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(dense)
-    done = tomoe("carve", dense, "-o", tmp_path / "moe", *options)
+    done = tomoe("convert", dense, "-o", tmp_path / "moe", *options)
     assert done.code == 0, done.err
     read = Corpus.load(tmp_path / "moe" / "run" / "corpus.safetensors")
     ids = torch.cat([read.train.input_ids, read.evaluation.input_ids]).flatten().tolist()

@@ -337,7 +337,7 @@ QUICK = (
 def test_the_mixtral_export_of_a_real_model_writes_the_same_text(tomoe: CommandLine, tmp_path: Path) -> None:
     text, made, out = write_text(tmp_path / "text.txt", sentences=400), tmp_path / "moe", tmp_path / "export"
     settings = [word for setting in QUICK for word in ("--set", setting)]
-    done = tomoe("carve", NAME, "-o", made, "--data", text, "--active", "0.8", *settings)
+    done = tomoe("convert", NAME, "-o", made, "--data", text, "--active", "0.8", *settings)
     assert done.code == 0, done.err
     proved(tomoe("export", made, "--format", "mixtral", "-o", out, "--tokens", "256"), out)
     tokenizer, new = load_tokenizer(NAME), 24

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from conftest import make_pico, tokens
-from pico_files import CommandLine, Outcome, fine, refused, write_text
+from pico_files import CARVED, CommandLine, Outcome, fine, refused, write_text
 from stored_models import KINDS, edit_config, edit_tensors, write_stored
 from tomoe.errors import Note, UserError
 from tomoe.model import stored
@@ -61,8 +61,8 @@ def test_a_checkpoint_is_the_numbers_that_are_stored(kind: str, tmp_path: Path) 
 def carve(tomoe: CommandLine, folder: Path, *options: str) -> Outcome:
     """Make `moe` of `dense` in a folder, of which the logits are those of the dense model if all experts are chosen."""
     text = write_text(folder / "text.txt")
-    options = (*fine(), "--active", "0.6", "--repair", "none", *options)
-    return tomoe("carve", folder / "dense", "-o", folder / "moe", "--data", text, *options)
+    options = (*fine(), *CARVED, "--active", "0.6", "--repair", "none", *options)
+    return tomoe("convert", folder / "dense", "-o", folder / "moe", "--data", text, *options)
 
 
 def all_experts(folder: Path) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from family_contract import tiny_model
 
 from conftest import make_pico
-from pico_files import CommandLine, fine, refused, write_pico, write_text
+from pico_files import CARVED, CommandLine, fine, refused, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import Note, UserError
 from tomoe.model.generation import generate
@@ -36,7 +36,7 @@ def test_padding_without_a_row_is_another_token(tomoe: CommandLine, tmp_path: Pa
     text = write_text(tmp_path / "text.txt", 40)
     # the last sequence is not full
     text.write_text(text.read_text()[:805])
-    done = tomoe("carve", dense, "-o", tmp_path / "moe", "--data", text, *fine(), "--active", "0.6")
+    done = tomoe("convert", dense, "-o", tmp_path / "moe", "--data", text, *fine(), *CARVED, "--active", "0.6")
     assert done.code == 0, done.err
     assert done.err.count("tomoe: note: ") == 1, done.err
     with pytest.warns(Note):
@@ -50,7 +50,7 @@ def test_words_without_rows_are_refused(tomoe: CommandLine, tmp_path: Path, text
     dense = with_tokens(tmp_path / "dense", words=["sea", "boat"])
     words = "has 2 tokens for which its embeddings of 259 rows have none, for example 'sea' (259)"
     refused(tomoe("doctor", dense), words)
-    refused(tomoe("carve", dense, "-o", tmp_path / "moe", "--data", text, *fine(), "--active", "0.6"), words)
+    refused(tomoe("convert", dense, "-o", tmp_path / "moe", "--data", text, *fine(), *CARVED, "--active", "0.6"), words)
     refused(tomoe("evaluate", dense, "--text", text), words)
     refused(tomoe("generate", dense, "the sea"), words)
     assert not (tmp_path / "moe" / "config.json").exists()
@@ -65,12 +65,12 @@ def test_special_tokens_without_rows_may_be_there_but_not_in_a_text(tomoe: Comma
     """As Gemma 3's token of images, which the models of text alone have, too."""
     dense = with_tokens(tmp_path / "dense", additional_special_tokens=["<image>"])
     text = write_text(tmp_path / "text.txt")
-    options = ("--data", text, *fine(), "--active", "0.6", "--repair", "none")
-    done = tomoe("carve", dense, "-o", tmp_path / "moe", *options)
+    options = ("--data", text, *fine(), *CARVED, "--active", "0.6", "--repair", "none")
+    done = tomoe("convert", dense, "-o", tmp_path / "moe", *options)
     assert done.code == 0, done.err
     text.write_text("<image>" + text.read_text())
     words = "the text holds the token 259, but the embeddings have 259 rows"
-    refused(tomoe("carve", dense, "-o", tmp_path / "other", *options), words)
+    refused(tomoe("convert", dense, "-o", tmp_path / "other", *options), words)
     refused(tomoe("evaluate", dense, "--text", text), words)
     refused(tomoe("generate", dense, "an <image>"), words)
     refused(tomoe("route", tmp_path / "moe", "an <image>"), words)
@@ -99,5 +99,11 @@ def test_a_text_longer_than_the_learned_positions_is_refused() -> None:
         check_length(65, dense)
     with pytest.raises(UserError, match="longer than the 64 positions"):
         generate(dense, make_tokenizer(), "abc", max_new_tokens=64)
-    # Rotary embeddings have no table.
-    check_length(65, tiny_model("llama", max_position_embeddings=64))
+    # rotary embeddings have no table
+    with pytest.warns(Note, match="a text of 65 tokens is longer than the 64 positions that the model was made for"):
+        check_length(65, tiny_model("llama", max_position_embeddings=64))
+    stretched = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    long = tiny_model("llama", max_position_embeddings=64, rope_parameters=stretched)
+    check_length(256, long)
+    with pytest.warns(Note, match="a text of 257 tokens"):
+        check_length(257, long)

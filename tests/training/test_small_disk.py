@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import CommandLine, contents, small
+from pico_files import CARVED, CommandLine, contents, small
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def test_a_model_is_made_anew_in_a_folder_that_is_a_disk_of_its_own(
 ) -> None:
     """Nothing can be renamed into it from outside."""
     options = [model, "--data", text, "-o", disk]
-    assert tomoe("carve", *options, *small()).code == 0
-    assert tomoe("carve", *options, *small(active="0.9"), "--force").code == 0
-    assert tomoe("carve", model, "--data", text, *small(active="0.9"), "-o", tmp_path / "whole").code == 0
+    assert tomoe("convert", *options, *small(), *CARVED).code == 0
+    assert tomoe("convert", *options, *small(active="0.9"), *CARVED, "--force").code == 0
+    assert tomoe("convert", model, "--data", text, *small(active="0.9"), *CARVED, "-o", tmp_path / "whole").code == 0
     assert contents(disk, but=TIMED) == contents(tmp_path / "whole", but=TIMED)

@@ -8,15 +8,17 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
+import click
 import typer
 from typer.core import TyperCommand
 
 from tomoe.cli.signals import Stopped, check, stoppable
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError, is_out_of_memory, shortened
 from tomoe.version import __version__
 
 # What imports PyTorch, transformers or matplotlib: seconds, which help and typing mistakes would have to wait for. A verb writes
@@ -35,6 +37,13 @@ LOADED_LATER = (
     "plans/**/*.py",
     "report/**/*.py",
     "training/run_folder.py",
+)
+# what takes less of it, of the options that the command has
+LESS_MEMORY = (
+    Advice("offload", "to hold one layer at a time"),
+    Advice("context", "for shorter sequences", "N"),
+    Advice("batch_size", "for smaller batches", "N"),
+    Advice("data.seq_len", "for shorter sequences", "N"),
 )
 SOURCE = Path(__file__).parents[1]
 
@@ -69,7 +78,6 @@ for _path in (path for later in LOADED_LATER for path in sorted(SOURCE.glob(late
 from tomoe import distributed
 from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
-from tomoe.cli.carve import carve
 from tomoe.cli.compare import compare
 from tomoe.cli.console import one_line, only_notes
 from tomoe.cli.convert import convert
@@ -80,6 +88,7 @@ from tomoe.cli.finetune import finetune
 from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
 from tomoe.cli.methods import methods
+from tomoe.cli.options import option_of
 from tomoe.cli.plan import plan
 from tomoe.cli.repair import repair
 from tomoe.cli.report import report
@@ -106,7 +115,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 VERBS = {
-    "Convert": (doctor, convert, carve, repair, finetune),
+    "Convert": (doctor, convert, repair, finetune),
     "Convert stage by stage": (train, plan, apply),
     "Look and measure": (evaluate, compare, generate, report, inspect, route, benchmark, methods),
     "Use elsewhere": (export,),
@@ -134,28 +143,41 @@ def _root(
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 an error that the user can fix (one line on stderr), 130 or 143 stopped."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    words = list(sys.argv[1:] if args is None else args)
     for stream in (sys.stdout, sys.stderr):
         # a terminal or pipe that takes ASCII only shows the rest as escape sequences
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        with only_notes(), stoppable(), distributed.process_group() if several else nullcontext():
-            app(list(sys.argv[1:] if args is None else args), prog_name="tomoe")
+        with only_notes(), stoppable(), distributed.process_group() if _processes() > 1 else nullcontext():
+            app(words, prog_name="tomoe")
     except UserError as error:
-        _fail(2, str(error))
+        _fail(2, error.told(partial(option_of, command=_command(words))))
     except OSError as error:
         place = f" {error.filename}" if error.filename else ""
         _fail(2, f"cannot read or write{place}: {error.strerror or error}")
     except Stopped as stopped:
         _fail(128 + stopped.signum, str(stopped))
-    except RuntimeError as error:
-        # torch.OutOfMemoryError; whatever raised it has imported torch
-        if type(error).__name__ != "OutOfMemoryError":
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
-        hint = "try train.gradient_checkpointing=true or a smaller data.seq_len"
-        _fail(2, f"the device ran out of memory ({error}); {hint}")
+        found = UserError(f"memory ran out ({shortened(error)})", "free some", *LESS_MEMORY)
+        _fail(2, found.told(partial(option_of, command=_command(words))))
     sys.exit(0)
+
+
+def _processes() -> int:
+    """The processes of this run, as torchrun says. Raises UserError for what is no number."""
+    said = os.environ.get("WORLD_SIZE") or "1"
+    if not said.isdecimal():
+        raise UserError(f"the environment variable WORLD_SIZE is {said!r}, but it should be a number; unset it")
+    return int(said)
+
+
+def _command(words: Sequence[str]) -> click.Command | None:
+    """The verb among the words of a command line."""
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return next((verbs[word] for word in words if word in verbs), None)
 
 
 def _fail(code: int, sentence: str) -> NoReturn:

@@ -34,7 +34,7 @@ def benchmark(
     sizes = {"batch": _numbers("--batch", batch), "prompt": _numbers("--prompt", prompt)}
     for name in (dense, moe):
         options.check_model(name)
-    folders.refuse_stranger(json_file, folders.JSON_MARK)
+    folders.refuse_stranger(json_file, f'"{timings.FORMAT}"')
 
     with Screen() as screen:
         measured = throughput.benchmark(

@@ -42,10 +42,9 @@ def convert(
 ) -> None:
     """Convert a dense model to a Mixture-of-Experts and measure both."""
     # `auto` names no form: exporting/choice.py says what it stands for, before a conversion and after it
-    by_layer = True if offload else None
-    recipe = chosen.make(target=None if format == "auto" else format, offload=by_layer)
+    recipe = chosen.make(target=None if format == "auto" else format, offload=offload or None)
     if format == "auto" and recipe.target == "hf" and recipe.model:
-        recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=by_layer)
+        recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=offload or None)
     if format is not None and registry.settled(recipe)[0].kind == "inputs":
         raise UserError(
             "no engine has a place for projections that leave out inputs of a token; leave --format out, or --method inputs"

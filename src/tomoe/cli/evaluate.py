@@ -67,35 +67,41 @@ def evaluate(
     task_set = _tasks(suite, tasks, task_dir, limit, batch_size, run_code)
     for name in models:
         options.check_model(name)
-    folders.refuse_stranger(json_file, folders.JSON_MARK)
+    folders.refuse_stranger(json_file, f'"{results.FORMAT}"')
     folders.refuse_stranger(markdown_file, tables.MARK)
+    if json_file and markdown_file and json_file.resolve() == markdown_file.resolve():
+        raise UserError(f"--json and --markdown both name {json_file}; give each a file of its own")
 
     quiet_libraries()
     settings = evaluation.dial_settings(models, active or ())
-    with Screen() as screen:
-        for name, point in settings:
-            if point is not None:
-                screen.say(f"{basename(name)}: {point}")
-        measured = evaluation.evaluate(
-            models,
-            text,
-            context=context,
-            stride=stride,
-            tokens=tokens,
-            tasks=task_set,
-            active=active or (),
-            dtype=dtype,
-            device=device,
-            offload=offload,
-            on_progress=screen.on_progress,
-        )
-    if distributed.rank():
-        return
-    if json_file is not None:
-        atomic_write(json_file, results.to_json(measured))
-    if markdown_file is not None:
-        atomic_write(markdown_file, tables.to_markdown(measured))
-    _show(settings, measured)
+    measured: list[results.Row] = []
+    try:
+        with Screen() as screen:
+            for name, point in settings:
+                if point is not None:
+                    screen.say(f"{basename(name)}: {point}")
+            evaluation.evaluate(
+                models,
+                text,
+                context=context,
+                stride=stride,
+                tokens=tokens,
+                tasks=task_set,
+                active=active or (),
+                dtype=dtype,
+                device=device,
+                offload=offload,
+                on_progress=screen.on_progress,
+                on_row=measured.append,
+            )
+    finally:
+        # what was measured before an error, or before the command was stopped, took its time
+        if measured and not distributed.rank():
+            if json_file is not None:
+                atomic_write(json_file, results.to_json(measured))
+            if markdown_file is not None:
+                atomic_write(markdown_file, tables.to_markdown(measured))
+            _show(settings[: len(measured)], measured)
 
 
 def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measured: Sequence[results.Row]) -> None:
@@ -113,7 +119,7 @@ def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measure
             console.say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
     except UserError as error:
         # a folder that cannot be written, of somebody else, was measured all the same
-        console.say(f"The points are not kept for the report: {error}")
+        console.say(f"The points are not kept for the report: {error.wrong}")
 
 
 def _tasks(

@@ -12,10 +12,11 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import click
 import typer
 
 from tomoe import distributed, folders, locks
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.methods import registry
 from tomoe.model import catalog, names
 from tomoe.recipe.conversion import Recipe
@@ -162,6 +163,26 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")]
 SkipMemoryCheck = Annotated[bool, typer.Option("--skip-memory-check", help="Skip the memory check.")]
 
 
+# the options that have another name than their key of the recipe
+KEYS = {
+    "data.sources": "data",
+    "train.steps": "steps",
+    "method.name": "method",
+    "attention.pruning": "attention",
+    "repair.mode": "repair",
+}
+
+
+def option_of(setting: Advice, command: click.Command | None) -> str | None:
+    """How a setting of an error is given on the command line; None if the command that failed has no such option."""
+    known = {option for parameter in command.params for option in parameter.opts} if command else set()
+    option = "--task-dir" if setting.name == "folder" else f"--{KEYS.get(setting.name, setting.name).replace('_', '-')}"
+    if option in known or (not setting.here and "." not in option):
+        return option if setting.value == "True" else f"{option} {setting.value}"
+    is_key = "." in setting.name or setting.name in Recipe.model_fields
+    return f"--set {setting}" if is_key and ("--set" in known or not setting.here) else None
+
+
 @dataclass(frozen=True)
 class RecipeOptions:
     """The options of every command that makes a recipe; their names and help are the fields."""
@@ -181,21 +202,18 @@ class RecipeOptions:
 
     def make(self, **more: object) -> Recipe:
         """The recipe with these options and the keys `more`, then `--set`. Raises UserError for a wrong key or value."""
-        named = {
-            "model": self.model,
-            "active": self.active,
-            "seed": self.seed,
-            "data.sources": self.data or None,
-            "train.steps": self.steps,
-            "method.name": self.method or ("inputs" if self.form == "inputs" else None),
-            "experts.form": None if self.form == "inputs" else self.form,
-            "start": self.start,
-            "attention.pruning": self.attention,
-            "repair.mode": self.repair,
-            **more,
-        }
-        recipe = Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
-        return registry.settled(names.located(recipe))[1]
+        own = {"model": "model", "active": "active", "seed": "seed", "start": "start"} | KEYS
+        named = {key: getattr(self, name) for key, name in own.items()} | {"data.sources": self.data or None, **more}
+        # the older name of two settings
+        alias = (
+            {}
+            if self.form is None
+            else {"method.name": "inputs"}
+            if self.form == "inputs"
+            else {"experts.form": self.form}
+        )
+        changes = [*overrides(alias), *overrides(named), *map(with_fractions, self.changes or [])]
+        return registry.settled(names.located(Recipe.load(self.recipe, changes)))[1]
 
 
 def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -46,7 +46,7 @@ def route(
 
     quiet_libraries()
     loaded, tokenizer = active_experts.load(model)
-    trace = routing_trace.trace_ids(loaded, tokenizer, tokenizer(passage, verbose=False)["input_ids"][:tokens])
+    trace = routing_trace.trace_text(loaded, tokenizer, passage, tokens)
     last = len(trace.experts) - 1
     if layer is not None and layer > last:
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")

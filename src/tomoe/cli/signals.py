@@ -39,8 +39,10 @@ def check() -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside the block both signals raise Stopped, at the latest at the next `check`, or where something fails."""
-    before = {signum: signal.signal(signum, _raise) for signum in (signal.SIGINT, signal.SIGTERM)}
+    """Inside the block both signals raise Stopped, at the latest at the next `check`, or where something fails. A signal that
+    this process was started to ignore stays ignored: a shell does so for jobs in the background."""
+    heeded = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, _raise) for signum in heeded}
     hook = sys.unraisablehook
     # Python prints what it drops, with a traceback
     sys.unraisablehook = lambda dropped: None if isinstance(dropped.exc_value, Stopped) else hook(dropped)

@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens of one, T and U tokens of a stream.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.sampling import ROW_TOKENS, sample_documents
-from tomoe.data.sources import SELF, documents, evaluation_documents, find
+from tomoe.data.sources import SELF, documents, evaluation_documents, find, overlap
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_file, basename, parse_json
 from tomoe.model.shape import ceil_div
@@ -188,8 +189,11 @@ def prepare(
     all shrink alike. The source `self` needs the dense `model`. Raises UserError: unknown or repeated source, no text, too
     little of it for three sequences, hub out of reach.
     """
-    if len(set(data.sources)) < len(data.sources):
-        raise UserError(f"data.sources names a source twice: {', '.join(data.sources)}")
+    if twice := next((pair for pair in itertools.combinations(data.sources, 2) if overlap(*pair)), None):
+        raise UserError(
+            f"data.sources names a source twice, as {' and '.join(twice)}: what is held out of the one would be learned from "
+            "the other; leave one out"
+        )
     # before text is sampled in vain
     name, evaluation = evaluation_part(data, tokenizer)
     sources = [_read_source(source, data, tokenizer, seed, model, progress) for source in data.sources]
@@ -214,11 +218,12 @@ def evaluation_part(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> tu
     """The recipe's text to evaluate on, if it names one. Raises UserError if there is none, or if it is among the sources."""
     if data.evaluation_source is None:
         return None, None
-    if data.evaluation_source in data.sources:
-        raise UserError(
-            f"data.evaluation_source is {data.evaluation_source}, which data.sources names, too; name another text, or leave "
-            "it out, and a part of the sources is held out"
-        )
+    for source in data.sources:
+        if overlap(source, data.evaluation_source):
+            raise UserError(
+                f"data.evaluation_source is {data.evaluation_source}, which data.sources names, too ({source}); name another "
+                "text, or leave it out, and a part of the sources is held out"
+            )
     name, texts = evaluation_documents(data.evaluation_source, tokenizer)
     return name, pack(tokenizer, texts, data.seq_len, data.evaluation_tokens)
 

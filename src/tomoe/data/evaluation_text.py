@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.data.corpus import Corpus, Sequences, pack
 from tomoe.data.sources import evaluation_documents
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 
 CONTEXT = 1024  # default context length, in tokens
 
@@ -23,6 +23,7 @@ class EvaluationText:
     name: str
     seed: int | None = None
     stride: int | None = None  # tokens from one window to the next; None: the sequences as they are
+    reader: str = ""  # the model whose tokenizer made the tokens, if that is known
 
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:
@@ -33,9 +34,10 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
         if path.is_file():
             corpus = Corpus.load(path)
             held_out = f"{', '.join(Path(source).name for source in corpus.sources)}, held out"
-            return EvaluationText(corpus.evaluation, corpus.evaluation_name or held_out, corpus.seed)
+            return EvaluationText(corpus.evaluation, corpus.evaluation_name or held_out, corpus.seed, reader=name)
     raise UserError(
-        "none of these folders holds held-out text (run/corpus.safetensors); name a text file or source with --text"
+        "none of these folders holds held-out text (run/corpus.safetensors)",
+        Advice("text", "to name a file or source", "FILE"),
     )
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tomoe.errors import Note, UserError, shortened
+from tomoe.files import is_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -269,7 +270,10 @@ class RowReader:
                 looked += 1
                 try:
                     document = document_of(row, self.column or column)
-                    yield self._written(document) if isinstance(document, Chat) else document
+                    text = self._written(document) if isinstance(document, Chat) else document
+                    if not is_whole(text):
+                        raise RowError("holds half a character (one half of a surrogate pair)")
+                    yield text
                 except RowError as error:
                     left_out += 1
                     first = first or f"row {looked} {error}: {shortened(dict(row))}"

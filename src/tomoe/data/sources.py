@@ -9,16 +9,18 @@ import itertools
 import json
 import re
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from tomoe.data.rows import Row, RowReader, without_filled_nulls
-from tomoe.errors import UserError, shortened
+from tomoe.errors import Note, UserError, shortened
 from tomoe.files import basename
+from tomoe.folders import listed
 from tomoe.model.names import HUB_ID
 
 if TYPE_CHECKING:
@@ -31,6 +33,21 @@ PUBLISHED = {"wikitext": ("\n\n", None), "wikitext-103": ("\n\n", None), "ptb": 
 """Published perplexities use one stream: documents (at most so many) joined by this separator, without end-of-text tokens."""
 
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
+# kinds of data that others publish, which a Note names if they lie beside those that are read
+_OTHER_DATA = (".json", ".csv", ".tsv", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip")
+# how data sets name the files and folders of their splits
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
 # Parts of a long .txt file: longer than any sequence, short enough that a shuffle mixes the parts of a single file.
 _PART_CHARACTERS = 2**16
 
@@ -48,7 +65,8 @@ class Source:
     """A source and how to read it."""
 
     read: Callable[[str, RowReader], Iterator[str]]  # `read(split, reader)` yields documents
-    held_out: str | None = None  # its split for evaluation, if it has one
+    held_out: str | None = None  # its split for evaluation, if it has one that is large enough to stand for its text
+    small_held_out: str | None = None  # the same of any size: a text to evaluate on, but not beside this source
     hub_id: str | None = None  # its data set on the hub, with `:config` if that has several; None for local text
 
 
@@ -152,9 +170,17 @@ def find(source: str) -> Source:
     if source in SOURCES:
         return SOURCES[source]
     path = Path(source).expanduser()
+    if path.is_dir():
+        splits = _splits(path)
+        return Source(
+            partial(_folder, path=path, splits=splits),
+            small_held_out=next(
+                (split for split in ("test", "validation") if "train" in splits and split in splits), None
+            ),
+        )
     if path.exists():
         return Source(partial(_local, path=path))
-    if path.suffix in LOCAL_SUFFIXES or source.startswith((".", "/", "~")):
+    if path.suffix.lower() in (*LOCAL_SUFFIXES, *_OTHER_DATA) or source.startswith((".", "/", "~")):
         raise UserError(f"there is no file or folder {source} to read text from")
     name, _, config = source.partition(":")
     if HUB_ID.fullmatch(name):
@@ -165,6 +191,20 @@ def find(source: str) -> Source:
         f"there is no source {source!r}; sources are {', '.join([*SOURCES, SELF])}, a hub id (owner/name), "
         f"a {', '.join(LOCAL_SUFFIXES)} file, or a folder of such files{hint}"
     )
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two names mean one source, or a folder and a file in it."""
+    first, second = (PurePath(_identity(source)) for source in (one, other))
+    return first.is_relative_to(second) or second.is_relative_to(first)
+
+
+def _identity(source: str) -> str:
+    """One name for all spellings of a source."""
+    if source in SOURCES:
+        return SOURCES[source].hub_id or source
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
 
 
 def documents(
@@ -184,12 +224,12 @@ def documents(
 
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
     """Name and documents of a text to evaluate on, as it is published. Raises UserError as `documents` does."""
-    held_out = find(source).held_out
-    name = source
-    if Path(source).exists():
-        name = basename(source)
-    elif held_out:
-        name = f"{source} ({held_out})"
+    found = find(source)
+    held_out = found.held_out or found.small_held_out
+    name = basename(source) if Path(source).expanduser().exists() else source
+    if held_out or found.hub_id:
+        # of a data set that has no name here, nobody knows the splits before it is loaded
+        name += f" ({held_out or 'train'})"
     texts: Iterable[str] = documents(source, held_out or "train", tokenizer=tokenizer)
     if source in PUBLISHED:
         separator, most = PUBLISHED[source]
@@ -213,34 +253,80 @@ def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> I
         ) from None
 
 
-def _local(_: str, reader: RowReader, *, path: Path) -> Iterator[str]:
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in LOCAL_SUFFIXES and file.is_file())
-        if not files:
-            raise UserError(f"the folder {path} holds no {', '.join(LOCAL_SUFFIXES)} file")
+def _splits(folder: Path) -> dict[str, list[Path]]:
+    """The files of a folder that can be read, by the split that their names say; of one that says none, the split is train.
+    Without files to learn from all are: somebody made the folder of them. Raises UserError if there is no file."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(folder))]
+    files = [path for path in found if path.suffix.lower() in LOCAL_SUFFIXES]
+    if not files:
+        raise UserError(f"the folder {folder} holds no {', '.join(LOCAL_SUFFIXES)} file")
+    others = [path.name for path in found if path.suffix.lower() in _OTHER_DATA and path.name != "dataset_infos.json"]
+    if others:
+        warnings.warn(
+            f"the folder {folder} holds {len(others)} files that are not read ({listed(others)}); those that are read end in "
+            f"{', '.join(LOCAL_SUFFIXES)}",
+            Note,
+            stacklevel=4,
+        )
+    splits: dict[str, list[Path]] = {}
     for file in files:
-        if file.suffix not in LOCAL_SUFFIXES:
-            raise UserError(f"cannot read text from {file}: it should end in {', '.join(LOCAL_SUFFIXES)}")
+        words = re.findall("[a-z]+", file.relative_to(folder).as_posix().lower())
+        # the name of the file says more than that of a folder around it
+        split = next((_SPLIT_WORDS[word] for word in reversed(words) if word in _SPLIT_WORDS), "train")
+        splits.setdefault(split, []).append(file)
+    return splits if "train" in splits else {"train": files}
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether it is what a program keeps beside data: checkpoints of notebooks, resource forks, caches."""
+    return any(part.startswith((".", "__")) for part in path.parts)
+
+
+def _folder(split: str, reader: RowReader, *, path: Path, splits: dict[str, list[Path]]) -> Iterator[str]:
+    if split == "train" and len(splits) > 1:
+        others = [file.name for name, files in splits.items() if name != "train" for file in files]
+        warnings.warn(
+            f"the folder {path} has splits: of it, {listed([file.name for file in splits['train']])} are read to learn from, "
+            f"and {listed(others)} are not; name a file to read that one",
+            Note,
+            stacklevel=4,
+        )
+    for file in splits[split]:
+        yield from _local(split, reader, path=file)
+
+
+def _local(_: str, reader: RowReader, *, path: Path) -> Iterator[str]:
+    kind = path.suffix.lower()
+    if kind not in LOCAL_SUFFIXES:
+        raise UserError(f"cannot read text from {path}: it should end in {', '.join(LOCAL_SUFFIXES)}")
+    try:
+        if kind == ".txt":
+            for text in _parts(path):
+                yield from text.split("\n\n\n")
+        else:
+            rows = jsonl(path) if kind == ".jsonl" else _parquet(path)
+            yield from reader.texts(rows, str(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _parts(file: Path) -> Iterator[str]:
+    """Parts of a long text, in whole lines. Raises UserError for what is not UTF-8."""
+    with file.open(encoding="utf-8-sig") as lines:
         try:
-            if file.suffix == ".txt":
-                with file.open(encoding="utf-8-sig") as lines:
-                    while part := lines.readlines(_PART_CHARACTERS):
-                        yield from "".join(part).split("\n\n\n")
-            else:
-                rows = jsonl(file) if file.suffix == ".jsonl" else _parquet(file)
-                yield from reader.texts(rows, str(file))
+            while part := "".join(lines.readlines(_PART_CHARACTERS)):
+                if "\0" in part:
+                    raise UserError(f"{file} is not text in UTF-8: it holds null characters, as text in UTF-16 does")
+                yield part
         except UnicodeDecodeError:
             raise UserError(f"{file} is not text in UTF-8") from None
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror or error}") from None
 
 
 def jsonl(file: Path) -> Iterator[Row]:
-    """The objects of a .jsonl file. Raises UserError for a line that is none."""
+    """The objects of a .jsonl file. Raises UserError for a line that is none, and for what is not UTF-8."""
     # line by line, because `datasets` infers one schema for all lines and fails if a field is null at first
     with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_decoded(lines, file), start=1):
             if not line.strip():
                 continue
             try:
@@ -250,6 +336,13 @@ def jsonl(file: Path) -> Iterator[Row]:
             if not isinstance(row, dict):
                 raise UserError(f"line {number} of {file} is a {type(row).__name__}, but it should be an object")
             yield row
+
+
+def _decoded(lines: Iterable[str], file: Path) -> Iterator[str]:
+    try:
+        yield from lines
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not text in UTF-8") from None
 
 
 def _parquet(file: Path) -> Iterable[Row]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,26 @@ from tomoe.progress import ProgressCallback, no_progress, stage_callback
 
 
 def compare(
-    models: Iterable[tuple[str, PreTrainedModel]],
+    names: Sequence[str],
+    models: Iterable[PreTrainedModel],
     text: EvaluationText,
     on_progress: ProgressCallback = no_progress,
     tasks: TaskSet | None = None,
-) -> list[Row]:
-    """Measure (name, model) pairs on the same text; the first, dense one, which runs once, is the reference of all others.
-    `models` may load as it goes: beside the reference one is alive at a time. A name that is a path shows as its last part.
-    Several processes divide the sequences; tasks run in process 0 alone. Raises UserError as `measure` does."""
+) -> Iterator[Row]:
+    """Measure models on the same text, one row after the other; the first, dense one, which runs once, is the reference of all
+    others. `models` may load as it goes: beside the reference one is alive at a time. A name that is a path shows as its last
+    part, or as many as tell it from the others. Several processes divide the sequences; tasks run in process 0 alone. Raises
+    UserError as `measure` does."""
+    shown = titles(names)
     input_ids, mask = text.sequences.input_ids, text.sequences.mask
     if text.stride is not None:
         input_ids, mask = sliding(input_ids[mask], input_ids.shape[1], text.stride)
-    rows: list[Row] = []
     reference = None
-    for model_name, model in models:
+    loaded = iter(models)
+    for model_name in names:
+        model = next(loaded)
         path = Path(model_name)
-        name = basename(path) if path.exists() else model_name
+        name = shown[model_name]
         config: Any = model.config
         # the most fine-grained experts of a token in any layer
         number = getattr(config, config.top_k_key) if is_fine(config) else None
@@ -65,10 +71,20 @@ def compare(
             scores = _scores(model_name, model, tasks, on_progress)
         facts = model_facts(model, path if path.exists() else None)
         overlap = training_overlap(model_name, text.sequences)
-        rows.append(Row(measured, facts, usage, overlap, scores, number))
+        yield Row(measured, facts, usage, overlap, scores, number)
         reference = reference or predictions
         del model, predictions, counter  # before the next one is loaded
-    return rows
+
+
+def titles(names: Sequence[str]) -> dict[str, str]:
+    """How a table calls models: by hub id or known name, and folders and files by as many last parts of their paths as tell
+    them apart."""
+    paths = {name: Path(os.path.abspath(name)).parts for name in names if Path(name).exists()}
+    shown = dict(zip(names, names, strict=True)) | {name: basename(name) for name in paths}
+    for length in range(2, max(map(len, paths.values()), default=0) + 1):
+        alike = Counter(shown.values())
+        shown |= {name: os.path.join(*parts[-length:]) for name, parts in paths.items() if alike[shown[name]] > 1}
+    return shown
 
 
 def _scores(

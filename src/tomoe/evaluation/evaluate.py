@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
 from tomoe.data.sources import find
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.evaluation.compare import compare
+from tomoe.evaluation.readers import check_readers
 from tomoe.evaluation.results import DIAL, Row, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write
@@ -39,6 +40,7 @@ def evaluate(
     device: str = "auto",
     offload: bool = False,
     on_progress: ProgressCallback = no_progress,
+    on_row: Callable[[Row], object] = lambda _: None,
 ) -> list[Row]:
     """Measure models on the same text, the dense one first: perplexity, KL from the first model, same top-1, routing, size.
 
@@ -61,12 +63,14 @@ def evaluate(
             processors that have no instructions for 16 bits.
         device: "auto", "cpu" or "cuda".
         offload: keep decoder layers on disk and read each once for the whole text, for models larger than memory.
+        on_row: gets each row as soon as it is measured, so that an error of a later model does not lose it.
 
     Returns one `Row` for each model, or for each of its numbers of experts, in the order of `names`. Several processes
     (torchrun) divide the sequences among them and each returns all numbers; tasks run in process 0 alone, which alone has
     their scores.
 
-    Raises UserError if a model or text is not found, or the text does not fit the models.
+    Raises UserError if a model or text is not found, or the text does not fit the models, among them one whose tokenizer means
+    another text by the same tokens.
     """
     models = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
     if not models:
@@ -82,10 +86,15 @@ def evaluate(
     if text is not None and context is None:
         find(str(text))  # before a model is loaded in vain
         first = next(loaded)  # its config is at hand; to read one alone takes seconds from a .gguf file
-        context = min(CONTEXT, max_positions(first[1].config) or CONTEXT)
+        context = min(CONTEXT, max_positions(first.config) or CONTEXT)
         loaded = itertools.chain([first], loaded)
     evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
-    return compare(loaded, evaluation, on_progress, tasks)
+    check_readers(models, evaluation)
+    rows = []
+    for row in compare([name for name, _ in settings], loaded, evaluation, on_progress, tasks):
+        on_row(row)
+        rows.append(row)
+    return rows
 
 
 def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
@@ -124,14 +133,14 @@ def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Ro
 
 def _loaded(
     settings: Sequence[tuple[str, Setting | None]], dtype: str, device: str, offload: bool
-) -> Iterator[tuple[str, PreTrainedModel]]:
+) -> Iterator[PreTrainedModel]:
     """Load each model when it is asked for, once for all of its points."""
     for name, points in itertools.groupby(settings, key=lambda setting: setting[0]):
         model = load_model(name, dtype, device, offload)
         for _, point in points:
             if point is not None:
                 use_(model, point)
-            yield name, model
+            yield model
         del model  # before the next one is loaded
 
 
@@ -154,12 +163,13 @@ def _evaluation_text(
         assert context is not None
         if stride is not None and not 0 < stride <= context:
             raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
-        return replace(read_text(text, load_tokenizer(models[0]), context, tokens), stride=stride)
+        found = read_text(text, load_tokenizer(models[0]), context, tokens)
+        return replace(found, stride=stride, reader=models[0])
     evaluation = held_out_text(models)
     size = evaluation.sequences.input_ids.shape[1]
     if context not in (None, size) or stride is not None:
         raise UserError(
-            f"the held-out text is in separate sequences of {size} tokens; name a text with --text for another "
-            "context or a stride"
+            f"the held-out text is in separate sequences of {size} tokens",
+            Advice("text", "for another context or a stride", "FILE"),
         )
     return evaluation if tokens is None else replace(evaluation, sequences=evaluation.sequences.truncate(tokens))

@@ -147,15 +147,23 @@ def measure(
     model = predictions.model
     if not bool((mask[:, 1:] & mask[:, :-1]).any()):
         raise UserError(f"none of the {len(input_ids)} sequences has two real tokens in a row to score; give more text")
-    check_ids(input_ids, model)
+    # what is only padding need not run
+    check_ids(input_ids[:, : int(mask.sum(1).max())], model)
     with torch.no_grad(), evaluating(model), evaluating(ref.model if ref else model):
         sums = _sum_sequences(predictions, ref, input_ids, mask, stride, counter, progress)
     by_span, sums = sums.sum(0), sums.sum(1)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
-    if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
+    if not (math.isfinite(nll) and math.isfinite(kl)):
         raise UserError(
             f"the predictions of {name or 'the model'} are not finite numbers (mean loss {nll / tokens}, KL "
-            f"{kl / tokens}); load it in float32 or bfloat16, and if that does not help, convert it again"
+            f"{kl / tokens}); load it in float32 or bfloat16, and if that does not help, its weights are damaged: get or "
+            "convert it again"
+        )
+    highest = max(float((by_span[:, 1] / by_span[:, 0]).nan_to_num().max()), nll / tokens)
+    if highest > HIGHEST_NLL:
+        raise UserError(
+            f"{name or 'the model'} predicts this text so badly that its perplexity does not fit a number (mean loss "
+            f"{highest:.0f} nats a token); the weights or the tokenizer are not what the model was trained with"
         )
     error = ratio_error(sums[:, 1], sums[:, 0])
     first = next(model.parameters())

@@ -15,7 +15,7 @@ from tomoe.evaluation.perplexity import evaluating, forward_sequences
 from tomoe.evaluation.results import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
-from tomoe.model.tokens import UNKNOWN, check_ids
+from tomoe.model.tokens import UNKNOWN, check_ids, prompt_ids
 from tomoe.moe.modeling_tomoe import Router, route
 from tomoe.plans import always_used
 
@@ -61,6 +61,11 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
         texts.append("".join(c if c.isprintable() or c in "\n\t" else UNKNOWN for c in piece))
         pending = False
     return texts
+
+
+def trace_text(model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> RoutingTrace:
+    """Run the first `most` tokens of a text through the model. Raises UserError as `trace_ids`, and for half a character."""
+    return trace_ids(model, tokenizer, prompt_ids(tokenizer, text)[:most])
 
 
 def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> RoutingTrace:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.evaluation.results import TaskScore
 from tomoe.evaluation.writing import run as writing
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
@@ -161,7 +161,8 @@ def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise UserError(
-            f"cannot load the task {spec.name}: {reason}; task files that read local data can be given with --task-dir"
+            f"cannot load the task {spec.name}: {reason}",
+            Advice("folder", "for task files that read local data", "DIR"),
         ) from None
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):

@@ -16,7 +16,7 @@ import transformers
 
 from tomoe import distributed
 from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
 from tomoe.exporting.choice import Choice, choose
@@ -126,8 +126,8 @@ def _check_asked(folder: Path, tokens: int) -> None:
         raise UserError(f"tokens is {tokens}, but it should be at least 16")
     if getattr(load_config(str(folder)), "chooses_inputs", False):
         raise UserError(
-            f"{folder} is of the form inputs, and no engine has a place for projections that leave out inputs of a token; "
-            "convert with --form fine to export"
+            f"{folder} is of the form inputs, and no engine has a place for projections that leave out inputs of a token",
+            Advice("experts.form", "to convert the model again, for an export", "fine", here=False),
         )
 
 
@@ -145,7 +145,7 @@ def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
         zeros = "one expert of zeros is" if sizes.zeros == 1 else f"up to {sizes.zeros} experts of zeros are"
         return (
             f"Layers differ in how many experts a token uses, but this form has one number: {zeros} always chosen, which takes "
-            "space and time; `--set target=glm4_moe` (or gguf) at conversion needs none."
+            "space and time; a model that was converted for target = glm4_moe (or gguf) needs none."
         )
     if not sizes.copies:
         return None

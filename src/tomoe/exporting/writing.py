@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.files import format_bytes
 from tomoe.folders import holds
 from tomoe.locks import LOCK_FILE
@@ -31,7 +31,7 @@ def check_place(out: Path, source: Path, needed: int, force: bool) -> None:
         if not holds(out / "export.json", '"tomoe-export-'):
             raise UserError(f"{out} is not empty and holds no export; choose another folder")
         if not force:
-            raise UserError(f"{out} already holds an export; choose another folder or add --force")
+            raise UserError(f"{out} already holds an export", "choose another folder", Advice("force", "to replace it"))
     existing = next(p for p in (place, *place.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if needed * OVERHEAD > free:

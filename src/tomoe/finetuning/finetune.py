@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tomoe import distributed
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sources import SELF
-from tomoe.errors import Note, UserError
+from tomoe.errors import Advice, Note, UserError
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.results import Row, to_json
 from tomoe.files import atomic_write, basename, format_bytes, sha256
@@ -50,6 +49,8 @@ from tomoe.version import __version__
 MOST_CHECKED, CHECKED_SHARE = 4096, 50
 CHECKS = 10  # how often a run is checked, besides its start
 
+NAME_DENSE = Advice("dense", "to name the dense model", "MODEL")
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -69,11 +70,11 @@ class Origin:
         stored, plan = stored_dtype(folder), Plan.load(folder)
         dense = recipe.dense or str(plan.recipe.get("model", ""))
         if not dense:
-            raise UserError(f"the plan of {folder} names no dense model; name it with --dense")
+            raise UserError(f"the plan of {folder} names no dense model", NAME_DENSE)
         try:
             resolve(dense)
         except UserError as error:
-            raise UserError(f"the dense model of {folder} was not found ({error}); name it with --dense") from None
+            raise UserError(f"the dense model of {folder} was not found ({error.wrong})", NAME_DENSE) from None
         return cls(folder, plan, stored, dense)
 
     def fingerprint(self) -> str:
@@ -93,7 +94,8 @@ class Origin:
         if expected and expected != (actual := fingerprint(model)):
             raise UserError(
                 f"{self.folder} did not come from {self.dense}: it was made from weights of hash {str(expected)[:12]}, and "
-                f"these have {actual[:12]}; name the right model with --dense"
+                f"these have {actual[:12]}",
+                NAME_DENSE,
             )
 
 
@@ -228,11 +230,12 @@ def take_best_(best: BestWeights) -> None:
         best.take_()
         return
     reason = "fine-tuning did not make the model better"
-    advice = "start over (--force) with a smaller train.learning_rate, more steps or other text"
-    atomic_write(best.run.no_model, f"{reason}; {advice}")
+    start_over = "start over with a smaller train.learning_rate, more steps or other text"
+    atomic_write(best.run.no_model, f"{reason}; {start_over}")
     raise UserError(
         f"{reason} (loss on held-out text {best.start:.3f} before the first step, more at each of {best.checks} "
-        f"checks), so nothing is written, and {best.run.path} keeps the run; {advice}"
+        f"checks), so nothing is written, and {best.run.path} keeps the run",
+        Advice("force", f"to {start_over}"),
     )
 
 
@@ -288,11 +291,10 @@ def measure(
     """
     origin = Origin.of(recipe)
 
-    def models() -> Iterator[tuple[str, PreTrainedModel]]:
-        for name in (origin.dense, recipe.model, str(out)):
-            yield name, load_model(name, "auto" if origin.stored == "bfloat16" else origin.stored, recipe.device)
-
-    rows = compare(models(), held_out_text([str(out)]), on_progress)
+    names = (origin.dense, recipe.model, str(out))
+    dtype = "auto" if origin.stored == "bfloat16" else origin.stored
+    models = (load_model(name, dtype, recipe.device) for name in names)
+    rows = list(compare(names, models, held_out_text([str(out)]), on_progress))
     if distributed.rank():
         return rows
     atomic_write(out / "evaluation.json", to_json(rows))

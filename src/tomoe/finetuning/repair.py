@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tomoe import distributed
 from tomoe.data.corpus import Corpus, prepare
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.files import atomic_write, basename
 from tomoe.finetuning.finetune import Origin
 from tomoe.folders import refuse_overwriting
@@ -56,7 +56,7 @@ def repair(
     tokenizer = load_tokenizer(origin.dense)
     kept = folder / "run" / "corpus.safetensors"
     if not data and not kept.is_file():
-        raise UserError(f"{folder} keeps no text (run/corpus.safetensors); name some with --data")
+        raise UserError(f"{folder} keeps no text (run/corpus.safetensors)", Advice("data", "to name some", "FILE"))
     base = BaseWeights.of(recipe, origin.dense, origin.stored)
     model = base.original()
     origin.check_dense(model)

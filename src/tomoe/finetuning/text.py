@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.corpus import Corpus, Sequences, evaluation_part, joined, prepare
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.evaluation.overlap import kept_corpora, shared_tokens
 from tomoe.plans import FINETUNED, REPAIRED, Plan
 from tomoe.progress import ProgressCallback, stage_callback
@@ -45,7 +45,9 @@ def finetuning_text(
     else:
         kept = converted / "run" / "corpus.safetensors"
         if not kept.is_file():
-            raise UserError(f"{converted} keeps no text (run/corpus.safetensors); name some with --data")
+            raise UserError(
+                f"{converted} keeps no text (run/corpus.safetensors)", Advice("data.sources", "to name some", "FILE")
+            )
         corpus = Corpus.load(kept)
         size = corpus.train.tokens
         name, evaluation = evaluation_part(recipe.data, tokenizer)

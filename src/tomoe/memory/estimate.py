@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from tomoe import distributed
 from tomoe.budget import decoder_params
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.exporting.choice import check_target
 from tomoe.files import format_bytes
 from tomoe.methods.base import Method
@@ -217,12 +217,15 @@ def _check(recipe: Recipe, folds: bool) -> None:
         processes = 1 if need is folding and recipe.train.shard else local
         if not need.fits(free, processes):
             parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
-            hint = "" if recipe.offload or recipe.train.steps else "--offload holds one layer at a time, "
-            hint += "--repair none leaves it out, " if need.stage == "repair" else ""
+            offload = Advice("offload", "to hold one layer at a time")
+            leave_out = Advice("repair.mode", "to leave it out", "none")
             kind = ("GPU" if on_gpu else "main") + " memory"
             each = f" in each of {processes} processes" if processes > 1 else ""
             raise UserError(
                 f"{need.stage} needs about {format_bytes(need.total)} of {kind}{each} ({parts}), but only "
-                f"{format_bytes(free)} are free; {hint}`tomoe doctor {shlex.quote(recipe.model)}` shows what would help, "
-                "--skip-memory-check starts anyway"
+                f"{format_bytes(free)} are free",
+                *([] if recipe.offload or recipe.train.steps else [offload]),
+                *([leave_out] if need.stage == "repair" else []),
+                f"see what would help by `tomoe doctor {shlex.quote(recipe.model)}`",
+                Advice("skip_memory_check", "to start anyway"),
             )

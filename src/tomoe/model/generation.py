@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tomoe.errors import Note, UserError, shortened
 from tomoe.model.compute_dtype import reads_slowly
-from tomoe.model.tokens import UNKNOWN, check_ids, check_length, continuation_text
+from tomoe.model.tokens import UNKNOWN, check_ids, continuation_text, prompt_ids
 
 # What a call relies on, whatever the model's generation_config.json says: one text, token by token, as ids alone.
 PLAIN = {
@@ -79,12 +79,11 @@ def generate(
         raise UserError(f"max_new_tokens is {max_new_tokens}, but it should be at least 1")
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature is {temperature}, but it should be a number from 0 on")
-    prompted = asked(tokenizer, prompt) if chat else list(tokenizer(prompt)["input_ids"])
+    prompted = asked(tokenizer, prompt) if chat else prompt_ids(tokenizer, prompt)
     if not prompted:
         raise UserError("there is nothing to continue: the prompt has no token")
     ids = torch.tensor([prompted], device=model.device)
-    check_ids(ids, model)
-    check_length(len(prompted) + max_new_tokens, model)
+    check_ids(ids, model, max_new_tokens)
     if len(prompted) >= LONG_PROMPT and reads_slowly(model):
         warnings.warn(
             f"this processor has no products in bfloat16, so the {len(prompted)} tokens of the prompt take several times as "

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
-from tomoe.errors import UserError, shortened
+from tomoe.errors import Advice, UserError, shortened
 from tomoe.files import read_json, read_text
 from tomoe.model import catalog
 from tomoe.recipe.shared import RunRecipe
@@ -48,7 +48,8 @@ def check_finished(folder: Path) -> None:
     if (folder / "run" / "no-model.txt").is_file():
         raise UserError(f"{folder} holds no model: {shortened(read_text(folder / 'run' / 'no-model.txt'))}")
     raise UserError(
-        f"the conversion in {folder} is not finished; run its command again with --resume, which goes on or says why it cannot"
+        f"the conversion in {folder} is not finished",
+        Advice("resume", "when its command runs again, which goes on or says why it cannot", here=False),
     )
 
 

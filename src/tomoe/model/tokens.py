@@ -7,13 +7,15 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tomoe.errors import Note, UserError, shortened
+from tomoe.errors import Advice, Note, UserError, shortened
+from tomoe.files import is_whole
 from tomoe.model.shape import max_positions, text_config
 
 _ROWS = "_tomoe_rows"  # a name of ours on a tokenizer: rows of the embeddings of its model
@@ -60,6 +62,22 @@ def continuation_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int],
     return whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071 (texts, not paths)
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that is to be continued: opened as the tokenizer opens a text, but not closed, because some
+    tokenizers put an end-of-text token behind every text. Raises UserError for half a character."""
+    if not is_whole(text):
+        raise UserError(f"the text {shortened(ascii(text))} holds half a character: its bytes are not UTF-8")
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    return ids[: len(ids) - _closing(tokenizer)]
+
+
+def _closing(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens the tokenizer itself puts behind a text."""
+    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    ends = range(len(whole), len(bare) - 1, -1)
+    return next((len(whole) - end for end in ends if whole[end - len(bare) : end] == bare), 0)
+
+
 def check_text(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UserError if a text has a token for which the model of the tokenizer has no row."""
     rows = getattr(tokenizer, _ROWS, None)
@@ -67,16 +85,18 @@ def check_text(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:
         raise _no_row(highest, rows)
 
 
-def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module) -> None:
-    """Raises UserError if a text [..., S] has a token or a position for which the model's embeddings have no row."""
+def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module, more: int = 0) -> None:
+    """Raises UserError if a text [..., S], which may grow by `more` tokens, has a token or a position for which the model's
+    embeddings have no row. A Note warns of positions that the model was not made for."""
     rows = getattr(text_config(getattr(model, "config", None)), "vocab_size", None)
     if rows is not None and ids.numel() and (highest := int(ids.max())) >= rows:
         raise _no_row(highest, rows)
-    check_length(ids.shape[-1], model)
+    check_length(ids.shape[-1] + more, model)
 
 
 def check_length(tokens: int, model: torch.nn.Module) -> None:
-    """Raises UserError if a text of so many tokens is longer than a model's table of positions, if it has one."""
+    """Raises UserError if a text of so many tokens is longer than a model's table of positions, if it has one. Of other
+    positions a Note warns: a model computes something there, but was not trained to."""
     highest = max_positions(getattr(model, "config", None))
     if not isinstance(highest, int) or tokens <= highest:
         return
@@ -84,9 +104,25 @@ def check_length(tokens: int, model: torch.nn.Module) -> None:
         # Some families leave the first rows of their table to padding.
         if ("pos" in name or "wpe" in name) and table.dim() == 2 and 0 <= len(table) - highest <= 2:
             raise UserError(
-                f"a text of {tokens:,} tokens is longer than the {highest:,} positions that the model has learned; take "
-                "shorter ones (data.seq_len, --context, --max-new-tokens)"
+                f"a text of {tokens:,} tokens is longer than the {highest:,} positions that the model has learned",
+                *(Advice(name, "for a shorter one", "N") for name in ("context", "max_new_tokens", "data.seq_len")),
             )
+    if tokens > _stretched(model.config, highest):
+        warnings.warn(
+            f"a text of {tokens:,} tokens is longer than the {highest:,} positions that the model was made for "
+            "(max_position_embeddings); what it predicts beyond them is unreliable",
+            Note,
+            stacklevel=3,
+        )
+
+
+def _stretched(config: Any, positions: int) -> float:
+    """The positions that a model reaches by scaling rotary embeddings."""
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
+    # some families have several, by the kind of layer
+    found = [rope, *(values for values in rope.values() if isinstance(values, dict))]
+    reached = [(r.get("original_max_position_embeddings") or positions) * (r.get("factor") or 1) for r in found]
+    return max(positions, *reached)
 
 
 def _no_row(token: int, rows: int) -> UserError:

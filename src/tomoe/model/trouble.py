@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from tomoe.errors import Note, UserError, shortened
+from tomoe.errors import Advice, Note, UserError, is_out_of_memory, shortened
 from tomoe.model import catalog
 from tomoe.model.hub import hub_reason
 
@@ -97,8 +97,12 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
         # it says what to install
         elif isinstance(error, ImportError):
             advice = ""
-        elif isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
-            advice = "there is too little memory; free some, or use --offload"
+        elif is_out_of_memory(error):
+            raise UserError(
+                f"{aim}: {cause or reason(error)}; there is too little memory",
+                "free some",
+                Advice("offload", "to hold one layer at a time"),
+            ) from None
         elif isinstance(error, _UNREADABLE):
             advice = "its files are damaged or cut off; get them again"
         elif any(words in str(error) for words in _UNKNOWN):

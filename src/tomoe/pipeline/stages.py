@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tomoe import distributed
 from tomoe.data.corpus import Corpus
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.files import atomic_folder, basename
 from tomoe.folders import PLAN, refuse_overwriting, refuse_strangers
 from tomoe.methods.base import Task
@@ -34,7 +34,7 @@ def train(
     """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
     method, recipe = settled(located(recipe))
     if not method.trains:
-        raise UserError(f"method {method.name} trains nothing; run `tomoe convert`, or choose a method that trains")
+        raise UserError(f"method {method.name} trains nothing", "convert with it", "choose a method that trains")
     run, base = RunFolder(out), BaseWeights.of(recipe)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     model, _, corpus = steps.begin_run(method, recipe, base, run, resumes, on_progress)
@@ -60,17 +60,21 @@ def plan(
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a model, which must keep the plan it was made from; choose another folder")
     if (out / "plan.json").exists() and not force:
-        raise UserError(f"{out} already holds a plan; choose another folder or give --force")
+        raise UserError(f"{out} already holds a plan", "choose another folder", Advice("force", "to replace it"))
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     trained_for = recipe.active
     method, recipe = settled(recipe if active is None else recipe.changed([f"active={active}"]))
     checkpoint = run.last()
     if checkpoint is None:
-        again = "run `tomoe train` first, with --resume if it was interrupted"
+        if not method.trains:
+            raise UserError(
+                f"{run_path} holds no checkpoint, because method {method.name} trains nothing",
+                "convert again for another plan",
+            )
         raise UserError(
-            f"{run_path} holds no checkpoint yet; {again}"
-            if method.trains
-            else f"{run_path} holds no checkpoint, because method {method.name} trains nothing; convert again for another plan"
+            f"{run_path} holds no checkpoint yet",
+            "train it first",
+            Advice("resume", "to go on with a training that was interrupted", here=False),
         )
     base = BaseWeights.of(recipe)
     model = base.original()

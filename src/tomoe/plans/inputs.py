@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tomoe.budget import BUDGET_TOLERANCE, decoder_params
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.files import read_json
 from tomoe.model.projections import KINDS, Kind
 from tomoe.model.shape import ModelShape
@@ -21,6 +21,10 @@ from tomoe.recipe.target_rules import Form
 
 Counts = Mapping[Kind, Sequence[int]]
 """A number for each kind of projection and each converted layer; 0 where a layer has no such projection."""
+
+
+# such a plan comes of a conversion alone: there is no run that one could be extracted from
+AGAIN_AS_INPUTS = Advice("experts.form", "to convert the model again", "inputs", here=False)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class InputsPlan:
 
     def __post_init__(self) -> None:
         if error := self._error():
-            raise UserError(f"the plan is broken: {error}; make the plan again with `tomoe convert --form inputs`")
+            raise UserError(f"the plan is broken: {error}", AGAIN_AS_INPUTS)
 
     def _error(self) -> str | None:
         layers = self.shape.num_layers
@@ -137,8 +141,8 @@ class InputsPlan:
         """Read and check a plan. Raises UserError if the folder holds a damaged one, or one of another form."""
         head = read_json(folder / "plan.json")
         if head.get("format") != OF_INPUTS:
-            raise UserError(f"{folder} holds a plan of experts, not of inputs; name one made with --form inputs")
-        with damage_in_a_sentence(folder):
+            raise UserError(f"{folder} holds a plan of experts, not of inputs", AGAIN_AS_INPUTS)
+        with damage_in_a_sentence(folder, AGAIN_AS_INPUTS):
             return cls(**_parse(head))
 
 

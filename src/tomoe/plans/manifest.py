@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from tomoe.errors import UserError, shortened
+from tomoe.errors import Advice, UserError, shortened
 from tomoe.files import atomic_write, read_json
 from tomoe.model.shape import ModelShape
 
@@ -49,8 +49,8 @@ def read_head(folder: Path) -> dict[str, Any]:
     head = read_json(path) if path.is_file() else {}
     if head.get("format") == OF_INPUTS:
         raise UserError(
-            f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts; convert "
-            "with --form fine"
+            f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts",
+            Advice("experts.form", "to convert the model again", "fine", here=False),
         )
     if not path.is_file() or not (folder / "plan.safetensors").is_file():
         raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
@@ -64,13 +64,14 @@ def read_head(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def damage_in_a_sentence(folder: Path) -> Iterator[None]:
-    """What reading a damaged plan raises becomes a UserError."""
+def damage_in_a_sentence(folder: Path, again: str | Advice = "make it again with `tomoe plan`") -> Iterator[None]:
+    """What reading a damaged plan raises becomes a UserError; `again` says how to make such a plan."""
     try:
         yield
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(error)
-        raise UserError(f"{folder} holds a damaged plan ({reason}); make it again with `tomoe plan`") from error
+        found = error.wrong if isinstance(error, UserError) else error
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(found)
+        raise UserError(f"{folder} holds a damaged plan ({reason})", again) from error
     except OSError as error:
         raise UserError(f"cannot read the plan in {folder}: {error.strerror or error}") from error
 

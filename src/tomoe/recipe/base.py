@@ -52,7 +52,7 @@ class BaseRecipe(Section):
         try:
             recipe = cls(**values)
         except UserError as error:
-            raise UserError(f"{origin}: {error}") from None
+            raise UserError(f"{origin}: {error.wrong}", *error.advice) from None
         return recipe.changed(overrides) if overrides else recipe
 
     @classmethod

@@ -143,7 +143,7 @@ class TrainSection(LoopSection):
         if self.dtype == "float16" and self.steps:
             raise UserError(
                 f"train.dtype is float16, in which small gradients are lost, but train.steps is {self.steps}; choose "
-                "bfloat16 or float32, or carve only (train.steps = 0)"
+                "bfloat16 or float32, or learn nothing (train.steps = 0)"
             )
         if self.compile is True and self.shard:
             raise UserError("train.compile = true needs a base that is not sharded; set it to auto")
@@ -249,7 +249,7 @@ class Recipe(RunRecipe):
             )
         if self.start == "random" and not self.train.steps:
             yield (
-                "start = random leaves random masks if nothing is learned (train.steps = 0); set train.steps (--steps), or "
+                "start = random leaves random masks if nothing is learned (train.steps = 0); set train.steps, or "
                 "start to carved"
             )
         if self.experts.form in USUAL_NUMBERS and not self.experts.num_experts:
@@ -260,12 +260,12 @@ class Recipe(RunRecipe):
         if self.offload and self.train.steps:
             yield (
                 "offload reads every layer from disk in every pass, and learning takes thousands of passes (train.steps is "
-                f"{self.train.steps}); carve only (train.steps = 0)"
+                f"{self.train.steps}); learn nothing (train.steps = 0)"
             )
         if self.offload and "self" in self.data.sources:
             yield (
                 "offload reads every layer from disk in every pass, and the source self takes one pass per token; name a "
-                "text with data.sources (--data FILE)"
+                "text with data.sources"
             )
         if self.offload and self.train.shard:
             yield "offload and train.shard cannot be combined: one keeps the layers on disk, the other spreads them over ranks"

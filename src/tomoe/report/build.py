@@ -108,7 +108,7 @@ def _measure(
     text = held_out_text([str(out)])
     if recipe.offload:
         text = replace(text, sequences=text.sequences.truncate(OFFLOADED_TOKENS))
-    rows = compare([(recipe.model, dense), (str(out), moe)], text, on_progress)
+    rows = list(compare([recipe.model, str(out)], [dense, moe], text, on_progress))
     if distributed.rank():
         return rows, None
     observed = Observed(FORMAT, _plan_hash(out), [])

@@ -87,7 +87,7 @@ def _cost(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
     time = f"{duration(sum(seconds.values()))} ({stages})" if seconds else "not known"
     used = cost.get("threads") if device == "cpu" else None
     threads = f" with {used} thread{'s' * (used != 1)}" if used else ""
-    resumed = "; only what came after the last --resume is counted" if cost.get("resumed") else ""
+    resumed = "; only what came after the run was last resumed is counted" if cost.get("resumed") else ""
     lines = [
         ("Took", f"{time} on {device or 'an unknown device'}{threads}{resumed}" if cost else ""),
         ("Tokens", ", ".join(f"{count:,} of {name}" for name, count in tokens.items())),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe import distributed
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError, enough_memory
 from tomoe.model.shape import ceil_div
 from tomoe.progress import ProgressCallback
 from tomoe.recipe.finetuning import TunedTrainSection
@@ -25,6 +25,10 @@ from tomoe.recipe.shared import LoopSection
 from tomoe.training.run_folder import RunFolder
 
 Row = dict[str, Any]
+LESS_MEMORY = (
+    Advice("train.gradient_checkpointing", "to keep fewer activations", "true"),
+    Advice("data.seq_len", "for shorter sequences", "N"),
+)
 _NONFINITE = "bad_steps"  # the key of state.json that counts steps in a row without a finite loss
 CHECKED = "best"  # the key of state.json that says what the checks on held-out text found
 
@@ -185,7 +189,7 @@ class Training:
             if self.step == 0:
                 self.save()
             while self.step < train.steps:
-                with self._saved_if_interrupted():
+                with self._saved_if_interrupted(), enough_memory(*LESS_MEMORY):
                     row = self.one_step()
                     row |= self._check()
                     due = self.step % train.log_every == 0 or self.step == train.steps or row["skipped"]

@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 from tomoe import distributed
 from tomoe.data.corpus import Corpus
 from tomoe.data.sources import SELF
-from tomoe.errors import UserError, shortened
+from tomoe.errors import Advice, UserError, shortened
 from tomoe.files import atomic_file, atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.folders import RUN, refuse_strangers
 from tomoe.recipe.base import BaseRecipe
@@ -39,6 +39,7 @@ from tomoe.recipe.shared import RunRecipe
 # Of AdamW, in 32 and in 8 bits: of the shape of their parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 EARLIER = "earlier-"  # begins the names of text that the conversion before a fine-tuning learned from
+START_OVER = Advice("force", "to start over")
 KEEP = 2  # checkpoints that are kept: the last and the one before it
 
 
@@ -100,11 +101,12 @@ class RunFolder:
         changed = type(recipe).load(self.recipe).differences(recipe) if resume and self.recipe.exists() else []
         if changed and not force:
             raise UserError(
-                f"{self.path} was started with another recipe ({'; '.join(changed)}); resume with the same one, or use "
-                "--force to start over"
+                f"{self.path} was started with another recipe ({'; '.join(changed)})",
+                "resume with the same one",
+                START_OVER,
             )
         if self.recipe.exists() and not resume and not force:
-            raise UserError(f"{self.path} already holds a run; use --resume to continue it, or --force to start over")
+            raise UserError(f"{self.path} already holds a run", Advice("resume", "to continue it"), START_OVER)
         parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             reason = "read-only" if parent.is_dir() else "not a folder"
@@ -166,7 +168,9 @@ class RunFolder:
         if recorded != fingerprint:
             raise UserError(
                 f"the weights of {name} changed since {self.path} was started (hash {recorded[:12]} then, "
-                f"{fingerprint[:12]} now); restore the original weights, or use --force to start over"
+                f"{fingerprint[:12]} now)",
+                "restore the original weights",
+                START_OVER,
             )
 
     def save(self, step: int, net: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -208,8 +212,7 @@ class RunFolder:
                 return checkpoint
         if folders:
             raise UserError(
-                f"no checkpoint in {self.checkpoints} is whole (files are truncated or of another run); "
-                "use --force to start over"
+                f"no checkpoint in {self.checkpoints} is whole (files are truncated or of another run)", START_OVER
             )
         return None
 
@@ -239,9 +242,7 @@ class RunFolder:
             if optimizer is not None:
                 restore_optimizer(optimizer, net, load_file(checkpoint.folder / "optimizer.safetensors"))
         except (RuntimeError, ValueError, SafetensorError) as error:
-            raise UserError(
-                f"{checkpoint.folder} does not fit this model and recipe; use --force to start over"
-            ) from error
+            raise UserError(f"{checkpoint.folder} does not fit this model and recipe", START_OVER) from error
 
     def save_best(self, net: nn.Module) -> None:
         """Write what was learned so far as the best of it. Raises UserError if it cannot be written."""
@@ -256,7 +257,7 @@ class RunFolder:
         try:
             net.load_state_dict(load_file(self.best, device=str(next(net.parameters()).device)))
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"{self.best} cannot be read ({shortened(error)}); use --force to start over") from error
+            raise UserError(f"{self.best} cannot be read ({shortened(error)})", START_OVER) from error
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append one line of JSON, with null for a number that is not finite. Raises UserError if it cannot be written."""

@@ -116,9 +116,7 @@ def footnote(benchmark: Benchmark) -> str:
         "times as fast",
         MEANING,
         f"Text: {benchmark.text}",
-        f"Left out as too slow (--seconds sets the limit): {', '.join(benchmark.left_out)}"
-        if benchmark.left_out
-        else "",
+        f"Left out as too slow (seconds sets the limit): {', '.join(benchmark.left_out)}" if benchmark.left_out else "",
         ", ".join(f"{name} {version}" for name, version in benchmark.versions.items()),
     ]
     return ". ".join(part for part in parts if part) + "."

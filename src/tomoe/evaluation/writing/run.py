@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Count, Name, Share, TaskScore
 from tomoe.evaluation.writing.continuations import ROWS, continuations
 from tomoe.evaluation.writing.problems import WRITTEN, Prompt, Row, WrittenTask
 from tomoe.model.generation import asked
-from tomoe.model.tokens import check_text, continuation_text
+from tomoe.model.tokens import check_text, continuation_text, prompt_ids
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.version import __version__
 
@@ -90,7 +90,7 @@ def write(
     if chat:
         ids = [asked(tokenizer, prompt.question, prompt.begun) for prompt in prompts]
     else:
-        ids = [list(tokenizer(prompt.opening)["input_ids"]) for prompt in prompts]
+        ids = [prompt_ids(tokenizer, prompt.opening) for prompt in prompts]
     for row in ids:
         check_text(row, tokenizer)
     began = time.perf_counter()
@@ -168,8 +168,11 @@ def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> L
     task = WRITTEN[name]
     if task.runs_code and not run_code:
         raise UserError(
-            f"the task {name} runs programs that the model writes; with --run-code each runs in a process of its own, with "
-            "limits on time, memory and files, but with your rights"
+            f"the task {name} runs programs that the model writes",
+            Advice(
+                "run_code",
+                "to run each in a process of its own, with limits on time, memory and files, but with your rights",
+            ),
         )
     rows = task.rows(folder)
     if limit is not None and limit < len(rows):

@@ -31,9 +31,7 @@ class FamilyArch(GgufArch):
 
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
         # the layout of target = gguf is for a plain llama: it counts no experts of a shared part, and its routers have biases
-        own = (
-            f"llama.cpp's {self.name} wants the experts of target = {self.own_target}, which --format gguf then writes"
-        )
+        own = f"llama.cpp's {self.name} wants the experts of target = {self.own_target}, which an export to gguf then writes"
         return super().dense_problem(dense) or own
 
     def engine_problem(self, model: PreTrainedModel) -> str | None:

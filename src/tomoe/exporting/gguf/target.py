@@ -11,7 +11,7 @@ import torch
 from gguf import GGUFWriter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.exporting.gguf.archs import GgufArch, Glm4Moe, Llama
 from tomoe.exporting.gguf.families import FAMILY_ARCHS
 from tomoe.exporting.gguf.file import FILE_TYPES, Entry, larger_rows, make_entry, write_tensors
@@ -64,8 +64,8 @@ class Gguf(Target):
     def check_verifier(self) -> None:
         if find_spec("xllamacpp") is None:
             raise UserError(
-                "a GGUF file is compared with the model by llama.cpp, which is not installed: pip install xllamacpp, or write "
-                "the file without a comparison: tomoe export --unverified"
+                "a GGUF file is compared with the model by llama.cpp, which is not installed: pip install xllamacpp",
+                Advice("unverified", "to write the file without a comparison"),
             )
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:

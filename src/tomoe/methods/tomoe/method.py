@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tomoe.data.corpus import Sequences
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.methods.base import Method, Task
 from tomoe.methods.registry import method
 from tomoe.methods.tomoe.carving import carve_
@@ -71,7 +71,8 @@ class ToMoE(Method):
         if recipe.experts.form == "fine" and recipe.active != trained_for:
             raise UserError(
                 f"{task.run.path} divided its neurons into fine-grained experts for active = {trained_for}, so a plan for "
-                f"{recipe.active} needs a run of its own; or use other numbers of them when the model runs (--active)"
+                f"{recipe.active} needs a run of its own",
+                Advice("active", "when the model runs, which then uses other numbers of them", "FRACTION", here=False),
             )
         net = new_network(recipe, task.model)
         task.run.restore(checkpoint, net, None)
