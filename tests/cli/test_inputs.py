@@ -68,9 +68,9 @@ def test_apply_makes_the_same_folder(tomoe: CommandLine, converted_inputs: Path,
 
 def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
     folder, dense, out = converted_inputs / "moe", converted_inputs / "dense", tmp_path / "out"
-    refused(tomoe("export", folder, "-o", out), "no engine has a place", "--form fine")
-    refused(tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--form fine")
-    refused(tomoe("repair", folder, "-o", out), "form inputs", "--form fine")
+    refused(tomoe("export", folder, "-o", out), "no engine has a place", "--method carve")
+    refused(tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--method carve")
+    refused(tomoe("repair", folder, "-o", out), "form inputs", "--method carve")
     refused(tomoe("route", folder, "the sea"), "has no routers")
     refused(tomoe("doctor", folder), "choose inputs already")
     for options in (INPUTS, fine()):

@@ -141,7 +141,7 @@ def test_weights_that_a_conversion_rounds_are_named(model: Path, kept: str, word
     edit_tensors(model, lambda tensors: {name: t.to(getattr(torch, kept)) for name, t in tensors.items()})
 
     def opened(*changes: str) -> list[str]:
-        recipe = Recipe.load(None, [f"model={model}", "experts.form=inputs", "device=cpu", *changes])
+        recipe = Recipe.load(None, [f"model={model}", "method.name=inputs", "device=cpu", *changes])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", Note)
             open_dense(recipe, BaseWeights.of(recipe))

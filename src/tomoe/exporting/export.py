@@ -127,7 +127,7 @@ def _check_asked(folder: Path, tokens: int) -> None:
     if getattr(load_config(str(folder)), "chooses_inputs", False):
         raise UserError(
             f"{folder} is of the form inputs, and no engine has a place for projections that leave out inputs of a token",
-            Advice("experts.form", "to convert the model again, for an export", "fine", here=False),
+            Advice("method.name", "to convert the model again, for an export", "carve", here=False),
         )
 
 

@@ -50,7 +50,7 @@ def read_head(folder: Path) -> dict[str, Any]:
     if head.get("format") == OF_INPUTS:
         raise UserError(
             f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts",
-            Advice("experts.form", "to convert the model again", "fine", here=False),
+            Advice("method.name", "to convert the model again", "carve", here=False),
         )
     if not path.is_file() or not (folder / "plan.safetensors").is_file():
         raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
