@@ -87,7 +87,8 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
         "repair.mode": "full",
         "offload": "true",
     }.items():
-        done = tomoe("convert", dense, "-o", out, *INPUTS, "--set", f"{key}={value}")
+        named = ["--data", converted_inputs / "text.txt", "--set", f"{key}={value}"]
+        done = tomoe("convert", dense, "-o", out, *INPUTS, *named)
         refused(done, f"method inputs needs {key} = ", f"but it is {value}; leave it out, or choose another method")
     assert not out.exists()
 
