@@ -69,7 +69,9 @@ def test_apply_makes_the_same_folder(tomoe: CommandLine, converted_inputs: Path,
 def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
     folder, dense, out = converted_inputs / "moe", converted_inputs / "dense", tmp_path / "out"
     refused(tomoe("export", folder, "-o", out), "no engine has a place", "--method carve")
-    refused(tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--method carve")
+    refused(
+        tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--method carve"
+    )
     refused(tomoe("repair", folder, "-o", out), "form inputs", "--method carve")
     refused(tomoe("route", folder, "the sea"), "has no routers")
     refused(tomoe("doctor", folder), "choose inputs already")
@@ -87,7 +89,8 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
         "repair.mode": "full",
         "offload": "true",
     }.items():
-        done = tomoe("convert", dense, "-o", out, *INPUTS, "--set", f"{key}={value}")
+        named = ["--data", converted_inputs / "text.txt", "--set", f"{key}={value}"]
+        done = tomoe("convert", dense, "-o", out, *INPUTS, *named)
         refused(done, f"method inputs needs {key} = ", f"but it is {value}; leave it out, or choose another method")
     assert not out.exists()
 

@@ -24,7 +24,7 @@ Counts = Mapping[Kind, Sequence[int]]
 
 
 # such a plan comes of a conversion alone: there is no run that one could be extracted from
-AGAIN_AS_INPUTS = Advice("experts.form", "to convert the model again", "inputs", here=False)
+AGAIN_AS_INPUTS = Advice("method.name", "to convert the model again", "inputs", here=False)
 
 
 @dataclass(frozen=True)
