@@ -12,12 +12,19 @@ from gguf import GGUFReader
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from conftest import make_pico
+from conftest import make_pico, make_plan
 from pico_tokenizer import MERGES, make_spaced_tokenizer, make_tokenizer
 from stored_models import write_gguf
+from tomoe.data.corpus import Sequences
+from tomoe.data.evaluation_text import EvaluationText
 from tomoe.errors import Note, UserError
+from tomoe.exporting.gguf import tokenizer as gguf_tokenizer
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.exporting.gguf.tokenizer import SPLITS
+from tomoe.exporting.gguf.verify import Comparison
+from tomoe.exporting.verify import Check
+from tomoe.moe.fold import fold
+from tomoe.progress import no_progress
 
 pytestmark = pytest.mark.slow
 
@@ -138,3 +145,24 @@ def test_what_the_reader_finds_is_named_as_it_was(tmp_path: Path) -> None:
     """The usual tokenizer is written without a word."""
     fields = GGUFReader(write(by_bytes(), tmp_path / "model.gguf")).fields
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+
+
+def test_the_proof_reads_text_that_the_held_out_text_may_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule that takes digits one by one, where the tokenizer merges them, in a text without digits."""
+    pytest.importorskip("xllamacpp")
+    tokenizer = make_tokenizer(opens_with_bos=True, merges=[*MERGES, ("1", "2")])
+    ids = tokenizer("the boat told the bold boat", return_tensors="pt").input_ids
+    text = EvaluationText(Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), "a text")
+    check = Check(text, "float32", torch.float32, "cpu", no_progress)
+    dense = make_pico("llama", vocab_size=len(tokenizer))
+    moe = fold(dense, make_plan(dense, "off"))
+    found = []
+    for rule in ("gpt-2", "smollm"):
+        monkeypatch.setattr(gguf_tokenizer, "splitting_rule", lambda pre, rule=rule: rule)
+        path = tmp_path / f"{rule}.gguf"
+        write_gguf(dense, path, tokenizer)
+        comparison = Comparison(path, "f32", moe, tokenizer, 64, check)
+        found.append(comparison.text_problem(comparison.open(path)))
+    assert found == [None, 'llama.cpp reads "don\'t  12345" as other tokens than the tokenizer does']

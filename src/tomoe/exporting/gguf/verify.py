@@ -26,6 +26,8 @@ from tomoe.progress import stage_callback
 
 NEXT_TOKENS = 8  # positions of a sequence at which llama.cpp predicts the next token
 WRITTEN = 24  # tokens that both models write from one prompt
+# Case, contractions, digits, spaces, line ends, letters of several bytes: each as short as a small context is.
+RARE = ("The SEA", "don't  12345", "x\n\n\ty = 1", "naïve Über", "漢字🙂")
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,18 @@ class Comparison:
         return summarize(positions(b) for b in range(len(ids)))
 
     def text_problem(self, llama: LlamaCpp) -> str | None:
-        """A passage must predict the same as text and as tokens, else llama.cpp splits text otherwise than the tokenizer."""
+        """Text must predict the same as its tokens, a passage and what it may not show (`RARE`), else llama.cpp splits text
+        otherwise than the tokenizer."""
         ids = self.text[0]
         passage = str(self.tokenizer.decode(ids[0], skip_special_tokens=True))[: max(1, ids.shape[1] - 2)]
-        prompts = passage, self.tokenizer(passage).input_ids
-        as_text, as_tokens = (llama.log_probs(prompt, fresh=True) for prompt in prompts)
-        if torch.allclose(as_text, as_tokens, atol=1e-4):
-            return None
-        return "llama.cpp reads text as other tokens than the tokenizer does"
+        for text in (passage, *RARE):
+            tokens = self.tokenizer(text).input_ids
+            if len(tokens) >= min(ids.shape[1] + WRITTEN, self.context_length):
+                continue
+            as_text, as_tokens = (llama.log_probs(prompt, fresh=True) for prompt in (text, tokens))
+            if not torch.allclose(as_text, as_tokens, atol=1e-4):
+                return f"llama.cpp reads {'text' if text is passage else repr(text)} as other tokens than the tokenizer does"
+        return None
 
     def written(self, llama: LlamaCpp) -> dict[str, str] | None:
         """What both write after one prompt; None if the context is too short."""
