@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from jaxtyping import Shaped
 from torch import Tensor
 
 from tomoe.exporting.gguf.llama_cpp import quantize
@@ -114,8 +115,19 @@ def make_entry(name: str, weights: Weights, make: Callable[[], Tensor], shape: t
     return Entry(name, shape, weights.fitting(name, shape), make)
 
 
-def write_tensors(writer: GGUFWriter, path: Path, entries: Sequence[Entry], on_progress: StageCallback) -> None:
-    """Write the file, tensor by tensor, and close the writer."""
+def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
+    """The tensor of an entry as it is stored."""
+    return quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
+
+
+def write_tensors(
+    writer: GGUFWriter,
+    path: Path,
+    entries: Sequence[Entry],
+    on_progress: StageCallback,
+    stored: Callable[[Entry], Shaped[np.ndarray, ...]] = quantized,
+) -> None:
+    """Write the file, tensor by tensor, and close the writer. `stored` makes what is written of an entry."""
     for entry in entries:
         # the writer takes the shape in bytes of types that numpy does not have
         plain = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(entry.type)
@@ -128,7 +140,7 @@ def write_tensors(writer: GGUFWriter, path: Path, entries: Sequence[Entry], on_p
     total = sum(entry.nbytes for entry in entries)
     written = 0
     for entry in entries:
-        data = quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
+        data = stored(entry)
         writer.write_tensor_data(data)
         written += data.nbytes
         on_progress(written, total)

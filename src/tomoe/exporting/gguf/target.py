@@ -18,6 +18,7 @@ from tomoe.exporting.gguf.file import FILE_TYPES, Entry, Weights, make_entry, wr
 from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
 from tomoe.exporting.gguf.verify import Comparison, verify_file
+from tomoe.exporting.stock.carrier import StockLayout
 from tomoe.exporting.target import Options, Precision, Sizes, Target
 from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
@@ -118,13 +119,19 @@ def write_gguf(
     """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
     arch = _arch(moe)
     writer = GGUFWriter(None, arch.name)
+    write_head(writer, moe, arch.layout(moe, multiple), path.stem, precision)
+    if tokenizer is not None:
+        write_tokenizer(writer, tokenizer, moe.config.vocab_size)
+    write_tensors(writer, path, list(entries(moe, precision, multiple)), on_progress)
+
+
+def write_head(writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout, name: str, precision: Precision) -> None:
+    """Write the keys of a file but for those of its tokenizer."""
+    arch = _arch(moe)
     writer.add_type("model")
-    writer.add_name(path.stem)
+    writer.add_name(name)
     writer.add_file_type(FILE_TYPES[precision])
     writer.add_quantization_version(2)
     writer.add_block_count(moe.config.num_hidden_layers)
     writer.add_context_length(arch.context_length(moe))
-    arch.write_sizes(writer, moe, arch.layout(moe, multiple))
-    if tokenizer is not None:
-        write_tokenizer(writer, tokenizer, moe.config.vocab_size)
-    write_tensors(writer, path, list(entries(moe, precision, multiple)), on_progress)
+    arch.write_sizes(writer, moe, layout)
