@@ -87,7 +87,7 @@ def in_torch(model: Any, ids: Tensor, prompts: Sequence[int]) -> Rival:
 
 def in_llama_cpp(path: Path, ids: list[int], prompts: Sequence[int]) -> Rival:
     """The same tokens in llama.cpp, compiled for this processor, as `pip install llama-cpp-python` does."""
-    from llama_cpp import Llama  # type: ignore[import-not-found]
+    from llama_cpp import Llama
 
     reader = GGUFReader(path)
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}

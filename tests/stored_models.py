@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
@@ -150,6 +154,45 @@ def write_gguf(
     for name, tensor in model.state_dict().items():
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), stored(name, tensor).contiguous().numpy())
     more(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_random_gguf(config: PreTrainedConfig, path: Path, architecture: str) -> None:
+    """A file with the keys and tensors that transformers reads for this config, and with weights of all types."""
+    rng = np.random.default_rng(0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(config.model_type)
+    for key, name in GGUF_CONFIG_MAPPING[architecture].items():
+        value = getattr(config, str(name), None)
+        if isinstance(value, int | float) and key not in ("vocab_size", "expert_count", "expert_used_count"):
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
+    if architecture == "lfm2":
+        writer.add_head_count_kv([config.num_key_value_heads * (k != "conv") for k in config.layer_types])
+        writer.add_rope_freq_base(1e4)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_token_types([1] * config.vocab_size)
+    kinds = itertools.cycle(
+        gguf.GGMLQuantizationType[k] for k in ("Q4_K", "Q6_K", "Q8_0", "F16", "BF16", "Q4_1", "F32")
+    )
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
+    state = model.state_dict()
+    for name, target in sorted(get_gguf_hf_weights_map(model, processor).items()):
+        if target not in state or (name == "output.weight" and config.tie_word_embeddings):
+            continue
+        shape = [n for i, n in enumerate(state[target].shape) if i != 1 or "conv.conv" not in target]
+        kind = next(kinds) if len(shape) == 2 and shape[1] % 256 == 0 else gguf.GGMLQuantizationType.F32
+        numbers = rng.standard_normal(shape).astype(np.float32)
+        if kind.name.endswith("_K"):
+            # whose scales are finite whatever these bytes are
+            numbers = rng.integers(0, 60, gguf.quant_shape_to_byte_shape(shape, kind), np.uint8)
+        writer.add_tensor(name, numbers if numbers.dtype == np.uint8 else gguf.quantize(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

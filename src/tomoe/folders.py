@@ -37,7 +37,7 @@ MEASURED = (
     *(f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "png")),
 )
 """What is said of the weights, and goes with them."""
-GGUF = tuple(f"model-{precision}.gguf" for precision in ("f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"))
+GGUF = tuple(f"model-{precision}.gguf" for precision in ("f32", "f16", "bf16", "q8_0", "q6_k", "q4_k", "q4_k_m"))
 REPLACED = (*WEIGHTS, *GGUF, *CONFIGS, *TOKENIZER, *MEASURED)
 """What goes when a model is written where another one was. A kill in between leaves the plan, or export.json."""
 MODEL = (*REPLACED, *PLAN, "export.json", "recipe.json", "run")

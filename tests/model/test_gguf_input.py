@@ -9,13 +9,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from conftest import make_pico
 from pico_files import CommandLine, refused
-from stored_models import write_gguf
+from stored_models import write_gguf, write_random_gguf
 from tomoe.errors import UserError
-from tomoe.model.loading import check_loading, load_dense
+from tomoe.model import gguf_tensors
+from tomoe.model.loading import check_loading, fingerprint, load_dense
+from tomoe.model.mlp import decoder_layers
 
 Writer = gguf.GGUFWriter
 ROPE = {"rope_theta": 10000.0}
@@ -110,6 +112,46 @@ def test_factors_of_no_known_formula_are_refused(tmp_path: Path) -> None:
     write_gguf(model, tmp_path / "m.gguf", more=factors(model, off=1.5))
     with pytest.raises(UserError, match=r"rope_freqs\.weight"):
         check_loading(str(tmp_path / "m.gguf"))
+
+
+SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=320, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+# every architecture that is read tensor by tensor, as far as it is of a kind that can be converted or nearly so
+ARCHITECTURES = {
+    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 128}, "gemma2": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64}, "stablelm": {}, "starcoder2": {}, "nemotron": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_tensors_are_what_transformers_makes_of_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, several pieces of each, whole and by layer, and keys without the vocabulary."""
+    config = AutoConfig.for_model(kind, **SIZES | ARCHITECTURES[kind])
+    # transformers dequantizes the newer one of these in the dtype itself, which rounds twice
+    dtype = torch.float32 if kind == "lfm2" else torch.bfloat16
+    file = tmp_path / "m.gguf"
+    write_random_gguf(config, file, kind.removesuffix("_text"))
+    read_keys = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
+    )
+    monkeypatch.setattr(gguf_tensors, "_PIECE", 1000)
+    found = load_dense(str(file), dtype)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
+    assert found.config.vocab_size == read_keys.vocab_size == SIZES["vocab_size"]
+    assert len({t.dtype for t in found.state_dict().values()}) == 1
+    by_layer = load_dense(str(file), dtype, offload=True)
+    layers = decoder_layers(by_layer)
+    assert all(p.is_meta for p in layers.parameters())
+    with torch.no_grad():
+        assert torch.equal(by_layer(torch.arange(3, 40)[None]).logits, found(torch.arange(3, 40)[None]).logits)
+    assert fingerprint(by_layer) == fingerprint(found)
 
 
 def bare(path: Path, fill: Callable[[Writer], object]) -> Path:

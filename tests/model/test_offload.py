@@ -201,11 +201,19 @@ def test_what_cannot_be_offloaded(changes: list[str], why: str) -> None:
         Recipe.load(None, ["offload=true", "train.steps=0", *changes])
 
 
-def test_a_gguf_file_is_loaded_whole(tmp_path: Path) -> None:
-    write_gguf(make_pico("llama"), tmp_path / "model.gguf")
-    with pytest.raises(UserError, match="GGUF is unpacked as a whole; load it whole"):
-        load_dense(str(tmp_path / "model.gguf"), torch.float32, offload=True)
-    assert load_dense(str(tmp_path / "model.gguf"), torch.float32, offload=None).device.type == "cpu"
+def test_a_gguf_file_is_converted_layer_by_layer(tmp_path: Path) -> None:
+    """Never a number of another layer is read, and what is written is what the whole file becomes."""
+    write_gguf(make_pico("llama", num_hidden_layers=3), tmp_path / "model.gguf")
+    models = {
+        offload: load_dense(str(tmp_path / "model.gguf"), torch.float32, offload=offload) for offload in (True, None)
+    }
+    assert all(in_memory(model) == [] for model in models.values())
+    whole = load_dense(str(tmp_path / "model.gguf"), torch.float32)
+    plan = make_plan(whole, "static")
+    moes = [fold(model, plan, lazily=lazily) for model, lazily in ((models[True], True), (whole, False))]
+    with torch.no_grad():
+        assert torch.equal(moes[0](tokens()).logits, moes[1](tokens()).logits)
+    assert in_memory(models[True]) == []
 
 
 def test_row_numbers_of_an_offloaded_moe_are_checked(dense: Path, tmp_path: Path) -> None:

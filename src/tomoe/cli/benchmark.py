@@ -1,8 +1,10 @@
-"""`tomoe benchmark DENSE MOE`: which is faster, by how much, and why; prefill and decoding apart."""
+"""`tomoe benchmark DENSE MOE`: which is faster, by how much, and why; prefill and decoding apart. With `--engine llama.cpp`,
+`tomoe benchmark MODEL` times what a model could be converted to."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,29 +14,67 @@ from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
 from tomoe.evaluation import tables
 from tomoe.evaluation.speed import throughput, timings
+from tomoe.exporting.gguf import layout_speed
+from tomoe.progress import stage_callback
+
+Engine = Literal["pytorch", "llama.cpp"]
+Actives = Annotated[
+    Any,
+    typer.Option(
+        "--active",
+        help="Fraction that MOE uses; for llama.cpp those to try.",
+        parser=options.fractions,
+        metavar="FRACTION",
+        show_default="llama.cpp: 0.85,0.7,0.5",
+    ),
+]
+LAYOUTS = (
+    "Layers of random numbers, timed in turn: a ratio is the median over rounds, with the lowest and the highest; the bound "
+    "counts bytes of weights. Tokens/s are of all layers and the output matrix, by their bytes"
+)
 
 
 def benchmark(
     dense: Annotated[str, typer.Argument(metavar="DENSE", help="Dense model.")],
-    moe: Annotated[str, typer.Argument(metavar="MOE", help="Converted model.")],
+    moe: Annotated[str | None, typer.Argument(metavar="MOE", help="Converted model.", show_default=False)] = None,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="llama.cpp: layouts of experts, before DENSE is converted.")
+    ] = "pytorch",
     batch: Annotated[str, typer.Option("--batch", help="Batch sizes, separated by commas.")] = "1,8,64",
     prompt: Annotated[
-        str, typer.Option("--prompt", help="Prompt lengths in tokens, separated by commas.")
-    ] = "128,1024",
+        str,
+        typer.Option(
+            "--prompt", help="Prompt lengths in tokens, separated by commas.", show_default="128,1024; llama.cpp 256"
+        ),
+    ] = "",
     text: options.Text = None,
     pairs: Annotated[int, typer.Option("--pairs", min=3, help="Max paired runs per cell.")] = 9,
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Skip cells that take longer.")] = 60.0,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.")] = None,
     dtype: options.RunDtype = "bfloat16",
     device: options.Device = "auto",
-    active: options.Dial = None,
+    active: Actives = None,
     json_file: options.JsonFile = None,
 ) -> None:
-    """Time a dense model and its MoE: prefill and decoding."""
-    sizes = {"batch": _numbers("--batch", batch), "prompt": _numbers("--prompt", prompt)}
-    for name in (dense, moe):
-        options.check_model(name)
-    folders.refuse_stranger(json_file, f'"{timings.FORMAT}"')
+    """Time a dense model and its MoE, or before a conversion, in llama.cpp, what it would gain."""
+    mark = layout_speed.FORMAT if engine == "llama.cpp" else timings.FORMAT
+    folders.refuse_stranger(json_file, f'"{mark}"')
+    options.check_model(dense)
+    if engine == "llama.cpp":
+        if moe is not None:
+            raise UserError(f"--engine llama.cpp times layouts of experts before a conversion: leave {moe} out")
+        _time_layouts(
+            dense, active or [0.85, 0.7, 0.5], _numbers("--prompt", prompt or "256"), threads or 1, pairs, json_file
+        )
+        return
+    if moe is None:
+        raise UserError(
+            "name the converted model, too: tomoe benchmark DENSE MOE; without one, --engine llama.cpp times layouts"
+        )
+    options.check_model(moe)
+    if active and len(active) > 1:
+        raise UserError("--active lists several fractions, but a converted model runs at one of them at a time")
+    sizes = {"batch": _numbers("--batch", batch), "prompt": _numbers("--prompt", prompt or "128,1024")}
 
     with Screen() as screen:
         measured = throughput.benchmark(
@@ -48,12 +88,34 @@ def benchmark(
             threads=threads,
             dtype=dtype,
             device=device,
-            active=active,
+            active=active and active[0],
             on_progress=screen.on_progress,
         )
     output().print(tables.rich_table(*timings.table(measured.cells), timings.footnote(measured)))
     if json_file is not None:
         files.atomic_write(json_file, timings.to_json(measured))
+
+
+def _time_layouts(
+    model: str, actives: list[float], prompts: list[int], threads: int, rounds: int, json_file: Path | None
+) -> None:
+    """Time layouts of experts in llama.cpp, with Q8_0 and Q4_K_M weights."""
+    if len(prompts) != 1:
+        raise UserError(f"--engine llama.cpp takes one --prompt, not {len(prompts)}")
+    with Screen() as screen:
+        progress = stage_callback(screen.on_progress, "benchmark")
+        rows = layout_speed.measure(
+            model, actives, prompt=prompts[0], rounds=rounds, threads=threads, on_progress=progress
+        )
+    output().print(tables.rich_table(*layout_speed.table(rows), f"{LAYOUTS}."))
+    for precision in dict.fromkeys(row.candidate.precision for row in rows):
+        for fraction in actives:
+            taken = layout_speed.best(
+                [r for r in rows if (r.candidate.precision, r.candidate.active) == (precision, fraction)]
+            )
+            output().say(f"{precision} at {fraction:.0%}: {layout_speed.how_to_convert(model, taken)}")
+    if json_file is not None:
+        files.atomic_write(json_file, layout_speed.to_json(model, threads, rows))
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -155,6 +155,7 @@ BOUNDS = {
     "q8_0": Bounds(None, 0.05),
     "q6_k": Bounds(None, 0.1),
     "q4_k": Bounds(None, 0.5),
+    "q4_k_m": Bounds(None, 0.5),
 }
 
 

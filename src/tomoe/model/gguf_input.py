@@ -17,14 +17,10 @@ import gguf
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import (
-    GGUF_TO_TRANSFORMERS_MAPPING,
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
+from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
 from tomoe.errors import UserError, shortened
+from tomoe.model.gguf_tensors import FastReader, HeaderReader, LazyTensor, lazy_tensors, names_of, processor_of
 from tomoe.model.shape import head_dim
 
 # By architecture, the keys that transformers reads, and what it calls them; None: nothing is made of it.
@@ -58,11 +54,11 @@ _ADVICE = "convert from the original folder of the model (safetensors) instead"
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The keys and the names of the tensors of one file."""
+    """The keys and the tensors of one file."""
 
     path: Path
     keys: dict[str, Any]  # all that are no list
-    tensors: frozenset[str]
+    tensors: dict[str, gguf.ReaderTensor]
     factors: Tensor | None  # [rotary pairs], by which the frequencies of the rotary embedding are divided
 
     @classmethod
@@ -80,13 +76,31 @@ class GgufFile:
         """Whether transformers reads it by tables, and reports nothing; of newer architectures it reads and reports all."""
         return self.architecture in (*_READ, "qwen2moe", "qwen3moe")
 
+    @property
+    def reader(self) -> type[FastReader]:
+        """What reads its keys as transformers needs them: for some architectures it counts the tokens."""
+        return HeaderReader if "vocab_size" in _READ.get(self.architecture, {"vocab_size"}) else FastReader
+
+    @property
+    def read_by_tensor(self) -> bool:
+        """Whether one tensor of the file is one of the model, so that each can be read by itself."""
+        return self._by_table and not self.keys.get(f"{self.architecture}.expert_count")
+
+    def lazy_tensors(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, LazyTensor | Tensor]:
+        """The tensors of a model, which is without weights, by name (`read_by_tensor`): as `gguf_tensors.lazy_tensors`, and
+        zeros for biases that the file lacks because their neighbors have one."""
+        given = any(getattr(model.config, key, False) and self._biases(parts) for key, parts in _BIASES.items())
+        biases = {name: t for name, t in model.state_dict().items() if given and name.endswith("_proj.bias")}
+        zeros = {name: torch.zeros_like(t, dtype=dtype, device="cpu") for name, t in biases.items()}
+        return zeros | lazy_tensors(self.path, self.tensors, self.architecture, model, dtype)
+
     def settle_(self, config: PreTrainedConfig) -> None:
         """Give the config what transformers did not take from the file. Raises UserError for what no config can say."""
         prefix = f"{self.architecture}."
         own = {k.removeprefix(prefix): v for k, v in self.keys.items() if k.startswith(prefix)}
         scaling = {k.removeprefix("rope.scaling."): v for k, v in own.items() if k.startswith("rope.scaling.")}
         self._stretch_(config, scaling)
-        # those that the file lacks are zero (`is_zero`)
+        # those that the file lacks are zero (`lazy_tensors`)
         for key, parts in _BIASES.items():
             if self._biases(parts) and getattr(config, key, None) is False:
                 setattr(config, key, True)
@@ -162,18 +176,12 @@ class GgufFile:
     def _biases(self, parts: tuple[str, ...]) -> bool:
         return any(name.endswith(tuple(f".{part}.bias" for part in parts)) for name in self.tensors)
 
-    def is_zero(self, model: PreTrainedModel, name: str) -> bool:
-        """Whether a tensor that the file lacks is a bias that is zero in it, because its neighbours have one."""
-        given = (key for key, parts in _BIASES.items() if getattr(model.config, key, False) and self._biases(parts))
-        return name.endswith("_proj.bias") and any(given)
-
     def check_used(self, model: PreTrainedModel) -> None:
         """Raises UserError if the file holds a tensor that the model, which was loaded from it, has no place for."""
         if not self._by_table:
             return
-        processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config={})
-        used = get_gguf_hf_weights_map(model, processor)
-        if left := sorted(self.tensors - {*used, ROPE_FACTORS}):
+        used = names_of(model, processor_of(self.architecture, {}))
+        if left := sorted(self.tensors.keys() - {*used, ROPE_FACTORS}):
             self._refuse(f"{len(left)} tensors, for example {left[0]}")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -185,7 +193,7 @@ class GgufFile:
 @lru_cache(maxsize=1)
 def _read(path: Path, _changed: int, _size: int) -> GgufFile:
     try:
-        reader = gguf.GGUFReader(path)
+        reader = HeaderReader(path)
     except (OSError, MemoryError):
         raise
     # from a wrong magic number to an array that ends beyond the file
@@ -199,9 +207,7 @@ def _read(path: Path, _changed: int, _size: int) -> GgufFile:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     _check_kind(path, keys, tensors)
     factors = tensors.get(ROPE_FACTORS)
-    return GgufFile(
-        path, keys, frozenset(tensors), None if factors is None else torch.tensor(factors.data).float().flatten()
-    )
+    return GgufFile(path, keys, tensors, None if factors is None else torch.tensor(factors.data).float().flatten())
 
 
 def _value(field: gguf.ReaderField) -> Any:

@@ -15,6 +15,7 @@ from tomoe.errors import Note, UserError, shortened
 from tomoe.model import catalog, single_query
 from tomoe.model.compute_dtype import compute_dtype, dtype_of
 from tomoe.model.dequantization import drop_entry_, settle_packing_
+from tomoe.model.gguf_tensors import FastReader, reading_by
 from tomoe.model.hub import download_model
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.names import check_no_adapter
@@ -184,7 +185,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, without references to code of its own. Raises UserError as `load_dense` does, and if the
     model has no row for one of its tokens."""
     place = _locate(model)
-    with one_sentence(model, place, part="tokenizer"):
+    with one_sentence(model, place, part="tokenizer"), reading_by(FastReader):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**location(place), trust_remote_code=False)
         # the tokens of a .gguf file are those of its rows, and reading its config takes seconds
         rows = None if is_gguf(place) else getattr(read_config(place).get_text_config(), "vocab_size", None)

@@ -16,12 +16,15 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-from accelerate.utils import PrefixedDataset
+from accelerate.utils import PrefixedDataset, set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe.errors import UserError
+from tomoe.model.gguf_input import GgufFile
+from tomoe.model.gguf_tensors import LazyTensor
 from tomoe.model.mlp import named_layers
 from tomoe.model.stored import StoredModel
 
@@ -39,14 +42,16 @@ class _LayerHook(AlignDevicesHook):
 
 def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model with weights of `dtype`; its layers stay on disk, or, where transformers has to dequantize or join them, in a
-    temporary folder that is deleted with the model, and run on `device`. Raises UserError if it can do neither, and as
-    `StoredModel.load` does."""
+    temporary folder that is deleted with the model, and run on `device`; those of a .gguf file are dequantized each time.
+    Raises UserError if a layer cannot be read by itself, and as `StoredModel.load` does."""
     if not stored.read_by_layer:
         raise UserError(
             f"{stored.place} cannot be read layer by layer: {stored.packing.method} is unpacked as a whole; load it whole, "
             "without offload"
         )
     bare = stored.without_weights(dtype)
+    if stored.file is not None:
+        return _left_in(stored.file, bare, dtype, device)
     scratch = tempfile.mkdtemp(prefix="tomoe-layers-")
     try:
         model = stored.load(dtype, device_map=_device_map(bare, device), offload_folder=scratch)
@@ -62,6 +67,44 @@ def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device
             weights.index[name]["dtype"] = str(tensor.dtype).removeprefix("torch.")
             model.get_parameter(name).data = tensor.data
     remove_hook_from_module(model, recurse=True)
+    offload_layers_(model, weights, device)
+    return model
+
+
+class _Dequantized(Mapping[str, Tensor]):
+    """Tensors of a .gguf file, each made anew when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor | Tensor]):
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name][...]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def _left_in(file: GgufFile, bare: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model `bare`, which is without weights, with its layers left in the file."""
+    weights = _Dequantized(file.lazy_tensors(bare, dtype))
+    # unlike those of `bare`, its buffers hold numbers
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = type(bare)._from_config(bare.config, dtype=dtype)
+    model.generation_config = bare.generation_config
+    layers = f"{named_layers(model)[0]}."
+    tied = {*(model.all_tied_weights_keys or ())}
+    for name, parameter in bare.named_parameters():
+        if name.startswith(layers):
+            model.get_parameter(name).data = parameter.data
+        elif name not in tied:
+            set_module_tensor_to_device(model, name, device, weights[name])
+    for name, buffer in model.named_buffers():
+        if not name.startswith(layers):
+            set_module_tensor_to_device(model, name, device, buffer)
+    model.tie_weights()
     offload_layers_(model, weights, device)
     return model
 

@@ -10,18 +10,21 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeGuard
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.errors import Note, UserError
-from tomoe.model.checks import Headers, check_claims, check_size, stored_tensors
+from tomoe.model.checks import Headers, check_claims, check_size, skeleton, stored_tensors
 from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
 from tomoe.model.gguf_input import GgufFile
+from tomoe.model.gguf_tensors import reading_by
 from tomoe.model.names import check_no_adapter
 from tomoe.model.trouble import check_generation_config, usable_config
 
@@ -45,7 +48,8 @@ def read_config(place: Path | str) -> PreTrainedConfig:
     """The config of a folder, file or hub id; attention runs by what is installed here. Raises UserError for a .gguf file
     that is no model, or that says what no config can."""
     file = GgufFile.read(place) if is_gguf(place) else None
-    config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **location(place))
+    with nullcontext() if file is None else reading_by(file.reader):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **location(place))
     if file is not None:
         file.settle_(config)
     config._attn_implementation = None
@@ -96,29 +100,36 @@ class StoredModel:
 
     @property
     def read_by_layer(self) -> bool:
-        """Whether transformers can leave layers on disk."""
-        return not is_gguf(self.place) and not self.packing.unpacked_whole
+        """Whether layers can be left in the files."""
+        return self.file.read_by_tensor if self.file is not None else not self.packing.unpacked_whole
+
+    @property
+    def file(self) -> GgufFile | None:
+        """The .gguf file, if it is one."""
+        return GgufFile.read(self.place) if is_gguf(self.place) else None
 
     def load(self, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
         """The model with weights of `dtype`, plain unless the arguments quantize it. Raises UserError by the report."""
-        settings: dict[str, Any] = location(self.place) | {"use_safetensors": True}
+        settings: dict[str, Any] = location(self.place) | {"use_safetensors": True, "trust_remote_code": False}
+        loads: Any = AutoModelForCausalLM
+        file = self.file
+        if file is not None and file.read_by_tensor:
+            empty = skeleton(self.place, self.config)
+            loads = type(empty)
+            tensors = file.lazy_tensors(empty, dtype)
+            if arguments.get("device_map") == "meta":
+                # transformers would read the numbers to leave them out
+                tensors = {n: t if isinstance(t, Tensor) else t.without_numbers() for n, t in tensors.items()}
+            settings = {"pretrained_model_name_or_path": None, "state_dict": tensors}
         # Older versions of transformers have no such config: they always dequantize.
-        if is_gguf(self.place) and (gguf := getattr(transformers, "GgufConfig", None)) is not None:
+        elif file is not None and (gguf := getattr(transformers, "GgufConfig", None)) is not None:
             settings["quantization_config"] = gguf(dequantize=True)
         if self.packing.renames:
             settings["key_mapping"] = dict(self.packing.renames)
         loaded: PreTrainedModel
         report: dict[str, Any]
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True} | arguments
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            config=self.config, dtype=dtype, trust_remote_code=False, **settings
-        )  # type: ignore[misc]  # a pair, because of output_loading_info
-        file = GgufFile.read(self.place) if is_gguf(self.place) else None
-        if file is not None:
-            zero = {name for name in report["missing_keys"] if file.is_zero(loaded, name)}
-            for name in zero:
-                loaded.get_parameter(name).data.zero_()
-            report["missing_keys"] = [name for name in report["missing_keys"] if name not in zero]
+        loaded, report = loads.from_pretrained(config=self.config, dtype=dtype, **settings)
         self._check(report)
         if file is not None:
             file.check_used(loaded)

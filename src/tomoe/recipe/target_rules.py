@@ -23,7 +23,7 @@ Format = Literal[
 ]
 """What `--format` can write, and `target` can aim at: stock classes of transformers, a file for llama.cpp, ToMoE's own form."""
 
-Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]  # the types of weights that a GGUF file can have
+Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k", "q4_k_m"]  # weights of a GGUF file
 
 STOCK_MULTIPLE = 64
 """Neurons that the width of overlapping experts in a stock format is a multiple of: grouped kernels and quantized groups of 32

@@ -26,7 +26,7 @@ from tomoe.exporting.choice import choose
 from tomoe.exporting.gguf import file as gguf_file
 from tomoe.exporting.gguf import llama_cpp
 from tomoe.exporting.gguf.experts import merge_experts
-from tomoe.exporting.gguf.file import larger_rows
+from tomoe.exporting.gguf.file import Weights
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp, quantize
 from tomoe.exporting.gguf.target import Gguf, entries, write_gguf
 from tomoe.exporting.gguf.tokenizer import SPLITS, splitting_rule
@@ -170,11 +170,16 @@ def test_quantized_rows_of_fine_grained_experts(tmp_path: Path, monkeypatch: pyt
     def predicted(file: Path) -> Tensor:
         return run(merge_experts(file, tmp_path / "all"), ids)
 
-    for precision, multiple, step in (("q8_0", 32, 2**-7), ("q6_k", 256, 2**-5), ("q4_k", 256, 2**-3)):
+    for precision, multiple, step in (
+        ("q8_0", 32, 2**-7),
+        ("q6_k", 256, 2**-5),
+        ("q4_k", 256, 2**-3),
+        ("q4_k_m", 256, 2**-3),
+    ):
         file = tmp_path / precision
         write_gguf(moe, TOKENIZER, file, precision, multiple)
         types = {t.name: t.tensor_type for t in GGUFReader(file).tensors}
-        assert types["blk.0.ffn_down_exps.weight"].name == precision.upper()
+        assert types["blk.0.ffn_down_exps.weight"].name == precision.upper().removesuffix("_M")
         assert types["blk.0.ffn_gate_inp.weight"].name == types["blk.0.exp_probs_b.bias"].name == "F32"
         sizes[precision] = sum(t.n_bytes for t in GGUFReader(file).tensors if "attn" in t.name)
         kinds = iter([entry.type for entry in entries(moe, precision, multiple)])
@@ -200,11 +205,40 @@ def test_rows_that_are_too_short_for_a_type_take_a_larger_one(tmp_path: Path) ->
     assert types["blk.0.ffn_down_exps.weight"] == "F16"
     assert re.fullmatch(
         r" \(\d+% of the numbers q8_0 and \d+% of the numbers f16: rows that are no multiple of 256\)",
-        larger_rows(entries(moe, "q4_k", 1), "q4_k"),
+        Weights("q4_k", 2).larger_rows(entries(moe, "q4_k", 1)),
     )
-    assert larger_rows(entries(moe, "f16", 1), "f16") == ""
+    assert Weights("f16", 2).larger_rows(entries(moe, "f16", 1)) == ""
     wide, _ = make_fine("qwen2", hidden_size=256)
-    assert larger_rows(entries(wide, "q4_k", 256), "q4_k") == ""
+    assert Weights("q4_k", 2).larger_rows(entries(wide, "q4_k", 256)) == ""
+
+
+# What llama_model_quantize (llama-cpp-python 0.3.36) makes of files of random numbers: the tensors that are not Q4_K.
+LLAMA_CPP_MIXES = {
+    (10, 16): {"Q6_K": {f"blk.{i}.{part}" for i in (0, 3, 6, 8, 9) for part in ("attn_v", "ffn_down_exps")}},
+    (12, 0): {"Q6_K": {f"blk.{i}.{part}" for i in (0, 3, 6, 9, 10, 11) for part in ("attn_v", "ffn_down")}},
+    (6, 8): {
+        "Q6_K": {"blk.2.ffn_down_exps", "blk.5.ffn_down_exps"},
+        "Q8_0": {f"blk.{i}.{part}" for i in range(6) for part in ("attn_k", "attn_v")},
+        "Q5_K": {f"blk.{i}.attn_output" for i in range(6)},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "experts"), LLAMA_CPP_MIXES)
+def test_the_mixture_of_types_is_llama_cpps(layers: int, experts: int) -> None:
+    weights = Weights("q4_k_m", layers, experts)
+    stacked = "_exps" if experts else ""
+    parts = ["attn_q", "attn_k", "attn_v", "attn_output", *(f"ffn_{p}{stacked}" for p in ("gate", "up", "down"))]
+    names = ["token_embd", "output", *(f"blk.{i}.{part}" for i in range(layers) for part in parts)]
+    found: dict[str, set[str]] = {}
+    for name in names:
+        found.setdefault(weights.fitting(f"{name}.weight", (256, 256)).name, set()).add(name)
+    others = {kind: names for kind, names in found.items() if kind != "Q4_K"}
+    expected = LLAMA_CPP_MIXES[layers, experts]
+    assert others == expected | {"Q6_K": expected["Q6_K"] | {"output"}}
+    assert weights.fitting("blk.1.ffn_up.weight", (256, 320)).name == "Q5_0"
+    assert weights.fitting("output.weight", (256, 320)).name == "Q8_0"
+    assert Weights("q4_k_m", 8, tied=True).fitting("token_embd.weight", (64, 256)).name == "Q6_K"
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from jaxtyping import Shaped
 from torch import Tensor
 
 from tomoe.exporting.gguf.llama_cpp import quantize
 from tomoe.exporting.target import PRECISIONS, Precision
 from tomoe.progress import StageCallback
 
-TYPES = {name: GGMLQuantizationType[name.upper()] for name in PRECISIONS}
+TYPES = {name: GGMLQuantizationType[name.upper().removesuffix("_M")] for name in PRECISIONS}
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
     "f16": LlamaFileType.MOSTLY_F16,
@@ -24,11 +25,15 @@ FILE_TYPES = {
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "q6_k": LlamaFileType.MOSTLY_Q6_K,
     "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
+    "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
 }
 # What takes the place of a type if a row is no multiple of the numbers that it quantizes together.
 COARSER_ROWS = {
     GGMLQuantizationType.Q4_K: GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q5_K: GGMLQuantizationType.Q5_1,
     GGMLQuantizationType.Q6_K: GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q5_0: GGMLQuantizationType.F16,
+    GGMLQuantizationType.Q5_1: GGMLQuantizationType.F16,
     GGMLQuantizationType.Q8_0: GGMLQuantizationType.F16,
 }
 
@@ -51,39 +56,78 @@ class Entry:
         return math.prod(self.stored_shape)
 
 
-def wanted_type(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
-    """What is small stays float32; embeddings and output matrix are not made coarser than Q6_K."""
-    if len(shape) == 1 or any(part in name for part in ("ffn_gate_inp", "conv1d", "shortconv.conv")):
-        return GGMLQuantizationType.F32
-    return TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]
+@dataclass(frozen=True)
+class Weights:
+    """What decides the type of a tensor. layers: decoder layers; experts: of a layer; tied: whether the output matrix is the
+    embedding."""
+
+    precision: Precision
+    layers: int
+    experts: int = 0
+    tied: bool = False
+
+    def wanted(self, name: str, shape: tuple[int, ...]) -> GGMLQuantizationType:
+        """What is small stays float32; of q4_k, embeddings and output matrix are not made coarser than Q6_K."""
+        if len(shape) == 1 or any(part in name for part in ("ffn_gate_inp", "conv1d", "shortconv.conv")):
+            return GGMLQuantizationType.F32
+        if self.precision == "q4_k_m":
+            return GGMLQuantizationType[self._mixed(name)]
+        large = self.precision == "q4_k" and name in ("token_embd.weight", "output.weight")
+        return TYPES["q6_k" if large else self.precision]
+
+    def _mixed(self, name: str) -> str:
+        """llama.cpp's Q4_K_M (`llama_tensor_get_type`), which xllamacpp has no function for."""
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        if part == "output" or (part == "token_embd" and self.tied):
+            return "Q6_K"
+        if self.experts == 8 and part in ("attn_k", "attn_v", "attn_output"):
+            return "Q5_K" if part == "attn_output" else "Q8_0"
+        if part == "attn_v" or part.startswith("ffn_down"):
+            eighth, i = self.layers // 8, int(name.split(".")[1])
+            return "Q6_K" if i < eighth or i >= 7 * self.layers // 8 or (i - eighth) % 3 == 2 else "Q4_K"
+        return "Q5_K" if part == "attn_qkv" else "Q4_K"
+
+    def fitting(self, name: str, shape: tuple[int, ...]) -> GGMLQuantizationType:
+        """The wanted type, or the next that its rows are long enough for."""
+        kind = self.wanted(name, shape)
+        while shape[-1] % GGML_QUANT_SIZES[kind][0]:
+            short = self.precision == "q4_k_m" and kind == GGMLQuantizationType.Q4_K
+            kind = GGMLQuantizationType.Q5_0 if short else COARSER_ROWS[kind]
+        return kind
+
+    def larger_rows(self, entries: Iterable[Entry]) -> str:
+        """How many of the numbers need a larger type, in words; empty if none do."""
+        numbers: Counter[str] = Counter()
+        total = 0
+        for entry in entries:
+            total += math.prod(entry.shape)
+            if entry.type != self.wanted(entry.name, entry.shape):
+                numbers[entry.type.name.lower()] += math.prod(entry.shape)
+        if not numbers:
+            return ""
+        shares = " and ".join(f"{count / total:.0%} of the numbers {kind}" for kind, count in numbers.most_common())
+        return f" ({shares}: rows that are no multiple of {GGML_QUANT_SIZES[TYPES[self.precision]][0]})"
 
 
-def make_entry(name: str, precision: Precision, make: Callable[[], Tensor], shape: tuple[int, ...] | None) -> Entry:
-    """A tensor of the file, in the type that suits its name, or the next that its rows are long enough for."""
+def make_entry(name: str, weights: Weights, make: Callable[[], Tensor], shape: tuple[int, ...] | None) -> Entry:
+    """A tensor of the file, in the type that suits its name and rows."""
     shape = tuple(make().shape) if shape is None else shape
-    kind = wanted_type(name, shape, precision)
-    while shape[-1] % GGML_QUANT_SIZES[kind][0]:
-        kind = COARSER_ROWS[kind]
-    return Entry(name, shape, kind, make)
+    return Entry(name, shape, weights.fitting(name, shape), make)
 
 
-def larger_rows(entries: Iterable[Entry], precision: Precision) -> str:
-    """How many of the numbers need a larger type, in words; empty if none do."""
-    numbers: Counter[str] = Counter()
-    total = 0
-    wanted = TYPES[precision]
-    for entry in entries:
-        total += math.prod(entry.shape)
-        if entry.type != wanted_type(entry.name, entry.shape, precision):
-            numbers[entry.type.name.lower()] += math.prod(entry.shape)
-    if not numbers:
-        return ""
-    shares = " and ".join(f"{count / total:.0%} of the numbers {kind}" for kind, count in numbers.most_common())
-    return f" ({shares}: rows that are no multiple of {GGML_QUANT_SIZES[wanted][0]})"
+def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
+    """The tensor of an entry as it is stored."""
+    return quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
 
 
-def write_tensors(writer: GGUFWriter, path: Path, entries: Sequence[Entry], on_progress: StageCallback) -> None:
-    """Write the file, tensor by tensor, and close the writer."""
+def write_tensors(
+    writer: GGUFWriter,
+    path: Path,
+    entries: Sequence[Entry],
+    on_progress: StageCallback,
+    stored: Callable[[Entry], Shaped[np.ndarray, ...]] = quantized,
+) -> None:
+    """Write the file, tensor by tensor, and close the writer. `stored` makes what is written of an entry."""
     for entry in entries:
         # the writer takes the shape in bytes of types that numpy does not have
         plain = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(entry.type)
@@ -96,7 +140,7 @@ def write_tensors(writer: GGUFWriter, path: Path, entries: Sequence[Entry], on_p
     total = sum(entry.nbytes for entry in entries)
     written = 0
     for entry in entries:
-        data = quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
+        data = stored(entry)
         writer.write_tensor_data(data)
         written += data.nbytes
         on_progress(written, total)

@@ -28,7 +28,7 @@ def binding() -> Any:
 
 def check_quantizer(precision: str) -> None:
     """Raises UserError if weights of this precision need llama.cpp, and it is not installed."""
-    if precision.endswith("_k") and find_spec("xllamacpp") is None:
+    if "_k" in precision and find_spec("xllamacpp") is None:
         raise UserError(f"{precision} weights are made by llama.cpp: pip install xllamacpp, or choose q8_0")
 
 

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.errors import Advice, UserError
 from tomoe.exporting.gguf.archs import GgufArch, Glm4Moe, Llama
 from tomoe.exporting.gguf.families import FAMILY_ARCHS
-from tomoe.exporting.gguf.file import FILE_TYPES, Entry, larger_rows, make_entry, write_tensors
+from tomoe.exporting.gguf.file import FILE_TYPES, Entry, Weights, make_entry, write_tensors
 from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
 from tomoe.exporting.gguf.verify import Comparison, verify_file
+from tomoe.exporting.stock.carrier import StockLayout
 from tomoe.exporting.target import Options, Precision, Sizes, Target
 from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
@@ -44,7 +45,7 @@ class Gguf(Target):
         check_quantizer(options.precision)
         arch = _arch(moe)
         tensors = list(entries(moe, options.precision, options.width_multiple))
-        types = f"{options.precision}{larger_rows(tensors, options.precision)}"
+        types = f"{options.precision}{_weights(moe, options.precision).larger_rows(tensors)}"
         more = f", {types}, for contexts of up to {arch.context_length(moe):,} tokens"
         return arch.layout(moe, options.width_multiple).sizes(moe, sum(entry.nbytes for entry in tensors), more)
 
@@ -93,12 +94,18 @@ def _arch(moe: ToMoEForCausalLM) -> GgufArch:
     return arch_of(moe.config.tomoe_dense_type, moe.config.tomoe_expert_form)
 
 
+def _weights(moe: ToMoEForCausalLM, precision: Precision) -> Weights:
+    experts = _arch(moe).layout(moe, 1).experts
+    return Weights(precision, moe.config.num_hidden_layers, experts, moe.config.tie_word_embeddings)
+
+
 @torch.no_grad()
 def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int | None) -> Iterator[Entry]:
     """Yield every tensor of the file in order; an entry makes its tensor when it is written."""
     arch = _arch(moe)
+    weights = _weights(moe, precision)
     for name, make, shape in arch.parts(moe, arch.layout(moe, multiple)):
-        yield make_entry(name, precision, make, shape)
+        yield make_entry(name, weights, make, shape)
 
 
 def write_gguf(
@@ -112,13 +119,19 @@ def write_gguf(
     """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
     arch = _arch(moe)
     writer = GGUFWriter(None, arch.name)
+    write_head(writer, moe, arch.layout(moe, multiple), path.stem, precision)
+    if tokenizer is not None:
+        write_tokenizer(writer, tokenizer, moe.config.vocab_size)
+    write_tensors(writer, path, list(entries(moe, precision, multiple)), on_progress)
+
+
+def write_head(writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout, name: str, precision: Precision) -> None:
+    """Write the keys of a file but for those of its tokenizer."""
+    arch = _arch(moe)
     writer.add_type("model")
-    writer.add_name(path.stem)
+    writer.add_name(name)
     writer.add_file_type(FILE_TYPES[precision])
     writer.add_quantization_version(2)
     writer.add_block_count(moe.config.num_hidden_layers)
     writer.add_context_length(arch.context_length(moe))
-    arch.write_sizes(writer, moe, arch.layout(moe, multiple))
-    if tokenizer is not None:
-        write_tokenizer(writer, tokenizer, moe.config.vocab_size)
-    write_tensors(writer, path, list(entries(moe, precision, multiple)), on_progress)
+    arch.write_sizes(writer, moe, layout)
