@@ -69,6 +69,10 @@ def test_it_is_the_same_from_python(place: Path) -> None:
         api.save(moe, repaired, place / "saved", tokenizer=TOKENIZER), dtype=torch.float32
     )
     torch.testing.assert_close(again(ids).logits, moe(ids).logits, atol=1e-5, rtol=0)
+    # as models and as names
+    rows = api.evaluate([model, moe], ids), api.evaluate([place / "dense", place / "saved"], ids, dtype="float32")
+    assert [row.name for row in rows[0]] == ["model 1 (LlamaForCausalLM)", "model 2 (ToMoEForCausalLM)"]
+    assert rows[0][1].measurement.kl == pytest.approx(rows[1][1].measurement.kl, rel=1e-3)
     same = api.plan(str(place / "dense"), own, ids, active=ACTIVE, recipe=SETTINGS | {"method.share_busiest": False})
     for a, b in zip(plan.layers, same.layers, strict=True):
         assert torch.equal(a.expert_masks, b.expert_masks)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tomoe.data.corpus import Sequences
 from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
 from tomoe.data.sources import find
 from tomoe.errors import Advice, UserError
@@ -28,8 +32,8 @@ from tomoe.progress import ProgressCallback, no_progress
 
 
 def evaluate(
-    names: Sequence[str | Path] | str | Path,
-    text: str | Path | None = None,
+    names: Sequence[str | Path | PreTrainedModel] | str | Path,
+    text: str | Path | Int[Tensor, "B S"] | None = None,
     *,
     context: int | None = None,
     stride: int | None = None,
@@ -41,6 +45,7 @@ def evaluate(
     offload: bool = False,
     on_progress: ProgressCallback = no_progress,
     on_row: Callable[[Row], object] = lambda _: None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Row]:
     """Measure models on the same text, the dense one first: perplexity, KL from the first model, same top-1, routing, size.
 
@@ -50,8 +55,10 @@ def evaluate(
     ```
 
     Args:
-        names: folders, hub ids or known names; the first model is the reference of the others.
-        text: a file, a hub id or a named source such as "wikitext"; None: what a converted folder among `names` held out.
+        names: folders, hub ids, known names or models; the first is the reference of the others. Models in memory are measured
+            as they are, whatever `dtype`, `device` and `offload` say.
+        text: a file, a hub id or a named source such as "wikitext", or B sequences of S token ids; None: what a converted
+            folder among `names` held out.
         context: tokens of a sequence (default: 1024, less if the model is made for less, or that of the held-out text).
         stride: tokens from one sequence to the next; if it is smaller than `context`, sequences overlap, and each token is
             predicted from at least `context - stride` others. None: sequences stand side by side.
@@ -64,6 +71,7 @@ def evaluate(
         device: "auto", "cpu" or "cuda".
         offload: keep decoder layers on disk and read each once for the whole text, for models larger than memory.
         on_row: gets each row as soon as it is measured, so that an error of a later model does not lose it.
+        tokenizer: reads the text, if the first model is in memory and its name leads to none.
 
     Returns one `Row` for each model, or for each of its numbers of experts, in the order of `names`. Several processes
     (torchrun) divide the sequences among them and each returns all numbers; tasks run in process 0 alone, which alone has
@@ -72,7 +80,9 @@ def evaluate(
     Raises UserError if a model or text is not found, or the text does not fit the models, among them one whose tokenizer means
     another text by the same tokens.
     """
-    models = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
+    named = [names] if isinstance(names, str | Path) else list(names)
+    given = {_label(i, model): model for i, model in enumerate(named) if isinstance(model, PreTrainedModel)}
+    models = [_label(i, model) for i, model in enumerate(named)]
     if not models:
         raise UserError("no model is named; give the dense model first, then converted ones")
     for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
@@ -80,16 +90,27 @@ def evaluate(
             raise UserError(f"{what} is {number}, but it should be at least {least}")
     if dtype != "auto":
         dtype_of(dtype)
+    if given and active:
+        raise UserError(
+            "active is for models that are named; set the number of experts of a model in memory in its config"
+        )
     settings = dial_settings(models, active)
     models = list(dict.fromkeys(name for name, _ in settings))
-    loaded = _loaded(settings, dtype, device, offload)
-    if text is not None and context is None:
+    loaded = _loaded(settings, dtype, device, offload, given)
+    if isinstance(text, str | Path) and context is None:
         find(str(text))  # before a model is loaded in vain
         first = next(loaded)  # its config is at hand; to read one alone takes seconds from a .gguf file
         context = min(CONTEXT, max_positions(first.config) or CONTEXT)
         loaded = itertools.chain([first], loaded)
-    evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
-    check_readers(models, evaluation)
+    if isinstance(text, Tensor):
+        sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))
+        evaluation = EvaluationText(sequences if tokens is None else sequences.truncate(tokens), "token ids")
+    else:
+        source = None if text is None else str(text)
+        if tokenizer is None and models[0] in given:
+            tokenizer = load_tokenizer(str(given[models[0]].name_or_path)) if source else None
+        evaluation = _evaluation_text(models, source, context, stride, tokens, tokenizer)
+        check_readers([name for name in models if name not in given], evaluation)
     rows = []
     for row in compare([name for name, _ in settings], loaded, evaluation, on_progress, tasks):
         on_row(row)
@@ -132,16 +153,25 @@ def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Ro
 
 
 def _loaded(
-    settings: Sequence[tuple[str, Setting | None]], dtype: str, device: str, offload: bool
+    settings: Sequence[tuple[str, Setting | None]],
+    dtype: str,
+    device: str,
+    offload: bool,
+    given: Mapping[str, PreTrainedModel],
 ) -> Iterator[PreTrainedModel]:
-    """Load each model when it is asked for, once for all of its points."""
+    """Load each model when it is asked for, once for all of its points, unless it is given."""
     for name, points in itertools.groupby(settings, key=lambda setting: setting[0]):
-        model = load_model(name, dtype, device, offload)
+        model = given.get(name) or load_model(name, dtype, device, offload)
         for _, point in points:
             if point is not None:
                 use_(model, point)
             yield model
         del model  # before the next one is loaded
+
+
+def _label(i: int, model: str | Path | PreTrainedModel) -> str:
+    """What a table calls a model."""
+    return f"model {i + 1} ({type(model).__name__})" if isinstance(model, PreTrainedModel) else str(model)
 
 
 def _dense_of(folder: str) -> str:
@@ -157,14 +187,19 @@ def _dense_of(folder: str) -> str:
 
 
 def _evaluation_text(
-    models: Sequence[str], text: str | None, context: int | None, stride: int | None, tokens: int | None
+    models: Sequence[str],
+    text: str | None,
+    context: int | None,
+    stride: int | None,
+    tokens: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> EvaluationText:
     if text is not None:
         assert context is not None
         if stride is not None and not 0 < stride <= context:
             raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
-        found = read_text(text, load_tokenizer(models[0]), context, tokens)
-        return replace(found, stride=stride, reader=models[0])
+        found = read_text(text, tokenizer or load_tokenizer(models[0]), context, tokens)
+        return replace(found, stride=stride, reader="" if tokenizer else models[0])
     evaluation = held_out_text(models)
     size = evaluation.sequences.input_ids.shape[1]
     if context not in (None, size) or stride is not None:
