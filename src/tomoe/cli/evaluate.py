@@ -67,10 +67,7 @@ def evaluate(
     task_set = _tasks(suite, tasks, task_dir, limit, batch_size, run_code)
     for name in models:
         options.check_model(name)
-    folders.refuse_stranger(json_file, f'"{results.FORMAT}"')
-    folders.refuse_stranger(markdown_file, tables.MARK)
-    if json_file and markdown_file and json_file.resolve() == markdown_file.resolve():
-        raise UserError(f"--json and --markdown both name {json_file}; give each a file of its own")
+    _check_files(json_file, markdown_file)
 
     quiet_libraries()
     settings = evaluation.dial_settings(models, active or ())
@@ -97,11 +94,23 @@ def evaluate(
     finally:
         # what was measured before an error, or before the command was stopped, took its time
         if measured and not distributed.rank():
-            if json_file is not None:
-                atomic_write(json_file, results.to_json(measured))
-            if markdown_file is not None:
-                atomic_write(markdown_file, tables.to_markdown(measured))
+            _write(measured, json_file, markdown_file)
             _show(settings[: len(measured)], measured)
+
+
+def _check_files(json_file: Path | None, markdown_file: Path | None) -> None:
+    """Raises UserError for files that tomoe did not write, and for one file for both."""
+    folders.refuse_stranger(json_file, f'"{results.FORMAT}"')
+    folders.refuse_stranger(markdown_file, tables.MARK)
+    if json_file and markdown_file and json_file.resolve() == markdown_file.resolve():
+        raise UserError(f"--json and --markdown both name {json_file}; give each a file of its own")
+
+
+def _write(measured: Sequence[results.Row], json_file: Path | None, markdown_file: Path | None) -> None:
+    if json_file is not None:
+        atomic_write(json_file, results.to_json(list(measured)))
+    if markdown_file is not None:
+        atomic_write(markdown_file, tables.to_markdown(list(measured)))
 
 
 def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measured: Sequence[results.Row]) -> None:
