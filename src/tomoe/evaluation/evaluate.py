@@ -81,21 +81,11 @@ def evaluate(
     another text by the same tokens.
     """
     named = [names] if isinstance(names, str | Path) else list(names)
+    _check_arguments(named, context, stride, tokens, dtype)
     given = {_label(i, model): model for i, model in enumerate(named) if isinstance(model, PreTrainedModel)}
-    models = [_label(i, model) for i, model in enumerate(named)]
-    if not models:
-        raise UserError("no model is named; give the dense model first, then converted ones")
-    for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
-        if number is not None and number < least:
-            raise UserError(f"{what} is {number}, but it should be at least {least}")
-    if dtype != "auto":
-        dtype_of(dtype)
     if given and active:
-        raise UserError(
-            "active is for models that are named; set the number of experts of a model in memory in its config"
-        )
-    settings = dial_settings(models, active)
-    models = list(dict.fromkeys(name for name, _ in settings))
+        raise UserError("active is for models that are named; set the experts of a model in memory in its config")
+    settings = dial_settings([_label(i, model) for i, model in enumerate(named)], active)
     loaded = _loaded(settings, dtype, device, offload, given)
     if isinstance(text, str | Path) and context is None:
         find(str(text))  # before a model is loaded in vain
@@ -106,16 +96,24 @@ def evaluate(
         sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))
         evaluation = EvaluationText(sequences if tokens is None else sequences.truncate(tokens), "token ids")
     else:
-        source = None if text is None else str(text)
-        if tokenizer is None and models[0] in given:
-            tokenizer = load_tokenizer(str(given[models[0]].name_or_path)) if source else None
-        evaluation = _evaluation_text(models, source, context, stride, tokens, tokenizer)
-        check_readers([name for name in models if name not in given], evaluation)
+        evaluation = _evaluation_text(settings, text, context, stride, tokens, given, tokenizer)
     rows = []
     for row in compare([name for name, _ in settings], loaded, evaluation, on_progress, tasks):
         on_row(row)
         rows.append(row)
     return rows
+
+
+def _check_arguments(
+    names: Sequence[object], context: int | None, stride: int | None, tokens: int | None, dtype: str
+) -> None:
+    if not names:
+        raise UserError("no model is named; give the dense model first, then converted ones")
+    for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
+        if number is not None and number < least:
+            raise UserError(f"{what} is {number}, but it should be at least {least}")
+    if dtype != "auto":
+        dtype_of(dtype)
 
 
 def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
@@ -187,24 +185,32 @@ def _dense_of(folder: str) -> str:
 
 
 def _evaluation_text(
-    models: Sequence[str],
-    text: str | None,
+    settings: Sequence[tuple[str, Setting | None]],
+    text: str | Path | None,
     context: int | None,
     stride: int | None,
     tokens: int | None,
+    given: Mapping[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EvaluationText:
-    if text is not None:
+    """The text as the first model reads it, and as all others that are named do."""
+    models = list(dict.fromkeys(name for name, _ in settings))
+    if text is None:
+        evaluation = held_out_text(models)
+        size = evaluation.sequences.input_ids.shape[1]
+        if context not in (None, size) or stride is not None:
+            raise UserError(
+                f"the held-out text is in separate sequences of {size} tokens",
+                Advice("text", "for another context or a stride", "FILE"),
+            )
+        if tokens is not None:
+            evaluation = replace(evaluation, sequences=evaluation.sequences.truncate(tokens))
+    else:
         assert context is not None
         if stride is not None and not 0 < stride <= context:
             raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
-        found = read_text(text, tokenizer or load_tokenizer(models[0]), context, tokens)
-        return replace(found, stride=stride, reader="" if tokenizer else models[0])
-    evaluation = held_out_text(models)
-    size = evaluation.sequences.input_ids.shape[1]
-    if context not in (None, size) or stride is not None:
-        raise UserError(
-            f"the held-out text is in separate sequences of {size} tokens",
-            Advice("text", "for another context or a stride", "FILE"),
-        )
-    return evaluation if tokens is None else replace(evaluation, sequences=evaluation.sequences.truncate(tokens))
+        first = models[0] if models[0] not in given else str(given[models[0]].name_or_path)
+        found = read_text(str(text), tokenizer or load_tokenizer(first), context, tokens)
+        evaluation = replace(found, stride=stride, reader="" if models[0] in given else first)
+    check_readers([name for name in models if name not in given], evaluation)
+    return evaluation

@@ -40,7 +40,7 @@ class ExpertsSection(Section):
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
     """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
     neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`, to meet the
-    budget, save zeros in the file, keep a token at 30 experts and, for gguf, widths at multiples of 32."""
+    budget, save zeros in the file and keep a token at 30 experts; 16 to 64 for gguf, or fewer, with widths at multiples of 32."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen by `shared`."""
     shared: float = Field(default=0.4, ge=0, le=1)

@@ -38,6 +38,9 @@ GGUF_BLOCK = 32
 """Numbers of a row that Q8_0 and Q4_0 hold together. Rows that it does not divide stay in 16 bits: a larger, slower file."""
 GGUF_TOLERANCE = 0.003
 """So wide experts meet few budgets exactly: half of this block is up to 0.3 % of a layer of 4,864 neurons."""
+GGUF_EXPERTS = (16, 24, 32, 48, 64)
+"""Numbers of experts that a layer has in llama.cpp, the first that meets the budget: its products by expert cost more for each
+operation than plain ones, so few wide ones are faster (docs/lab/performance.md); more meet budgets that few cannot."""
 GPU_WIDTH = 128  # neurons of an expert from which on grouped products of a GPU have enough to do
 GPU_EXPERTS_PER_TOKEN = 16
 """Experts of a token that fused routing on GPUs takes (SGLang's; vLLM's and TensorRT-LLM's take 32); they want a power of two."""
@@ -54,6 +57,8 @@ class TargetRules:
     uniform: bool = True  # whether all layers must be alike: experts of one width, and as many of them for each token
     shared: float | None = None
     """The share of the shared part unless the recipe gives one; None: the recipe's own default."""
+    numbers: tuple[int, ...] = ()
+    """Numbers of experts to try unless the recipe gives one; empty: the usual ones."""
     bounded: bool = False
     """Whether it refuses more than MAX_EXPERTS_PER_TOKEN, too, where the recipe gives the size of an expert."""
     router_bias: bool = True  # whether its routers of fine-grained experts have biases
@@ -81,7 +86,9 @@ TARGET_RULES = {
     "gemma4": _UNSHARED,
     "cohere2_moe": _UNBIASED,
     "flex_olmo": _UNSHARED,
-    "gguf": TargetRules(shared=STOCK_SHARED, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE),
+    "gguf": TargetRules(
+        shared=STOCK_SHARED, numbers=GGUF_EXPERTS, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE
+    ),
     "hf": TargetRules(forms=("fine", "overlapping", "inputs"), uniform=False),
     "gpu": TargetRules(forms=("fine",), uniform=False, wide=True),
 }

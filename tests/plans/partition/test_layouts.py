@@ -69,13 +69,20 @@ MORE_SHARED = {"shared": 0.4}
             FineLayout(4, 256, 512, 2),
         ),
         # rows of a GGUF file are whole blocks if they can be; glm4_moe gets 48 of 78 neurons
-        ("gguf", QWEN_05B, 0.5, {}, FineLayout(53, 64, 1472, 8)),
+        ("gguf", QWEN_05B, 0.5, {"num_experts": 64}, FineLayout(53, 64, 1472, 8)),
         # 64 of 48 neurons
-        ("gguf", QWEN_05B, 0.6, {}, FineLayout(48, 64, 1792, 12)),
-        ("gguf", SMOLLM2, 0.5, {}, FineLayout(37, 32, 352, 4)),
+        ("gguf", QWEN_05B, 0.6, {"num_experts": 64}, FineLayout(48, 64, 1792, 12)),
+        ("gguf", SMOLLM2, 0.5, {"num_experts": 64}, FineLayout(37, 32, 352, 4)),
+        # few wide ones if a recipe gives no number, as llama.cpp runs them faster
+        ("gguf", QWEN_05B, 0.5, {}, FineLayout(12, 288, 1408, 2)),
+        ("gguf", QWEN_05B, 0.7, {}, FineLayout(9, 288, 2272, 3)),
+        ("gguf", LLAMA3_8B, 0.7, {}, FineLayout(16, 608, 4608, 7)),
+        ("gguf", LLAMA3_8B, 0.5, {}, FineLayout(24, 416, 4352, 2)),
+        # more where few cannot meet the budget in blocks
+        ("gguf", LLAMA3_8B, 0.85, {}, FineLayout(36, 160, 8576, 19)),
         # what has no layout in blocks gets the one of other targets
-        ("gguf", SMOLLM2, 0.6, {}, FineLayout(64, 16, 512, 11)),
-        ("gguf", SMOLLM2, 0.5, {"width_multiple": 8}, FineLayout(49, 24, 360, 5)),
+        ("gguf", SMOLLM2, 0.6, {"num_experts": 64}, FineLayout(64, 16, 512, 11)),
+        ("gguf", SMOLLM2, 0.5, {"num_experts": 64, "width_multiple": 8}, FineLayout(49, 24, 360, 5)),
         ("gguf", SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
     ],
 )

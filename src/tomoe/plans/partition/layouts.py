@@ -154,6 +154,8 @@ def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRul
         return [experts.num_experts]
     if rules.wide:
         return GPU_NUMBERS
+    if rules.numbers and not experts.expert_size:
+        return rules.numbers
     *more, fewest = FINE_EXPERTS
     wide_enough = [] if rules.uniform else [n for n in more if n * NEURONS_PER_EXPERT <= shape.mlp_size]
     return [*wide_enough, fewest]
@@ -194,9 +196,11 @@ class _Search:
         """The layout that there is for the first of these numbers of experts, or for a GPU for any of them."""
         if self.rules.wide:
             return self.wide(numbers)
-        stock = self.rules.uniform and not self.experts.expert_size
-        found = (self.for_stock(n) if stock else self.roundest([n]) for n in numbers)
-        return next(filter(None, found), None)
+        if not self.rules.uniform or self.experts.expert_size:
+            return next(filter(None, (self.roundest([n]) for n in numbers)), None)
+        # few experts only where their rows are whole blocks; the last number takes what there is
+        *few, last = numbers
+        return next(filter(None, map(self._in_blocks, few)), None) or self.for_stock(last)
 
     @property
     def wanted(self) -> float:
@@ -206,22 +210,27 @@ class _Search:
     def for_stock(self, number: int) -> FineLayout | None:
         """The layout of a stock format, which may have a quarter fewer experts, and fewer still if a token would use too many.
 
-        With fewer if only that meets the width, or if the format has to hold more than STORED_ZEROS of zeros otherwise, and
-        with half as many if only these have the rows that its blocks divide.
+        With fewer if only that meets the width, or if the format has to hold more than STORED_ZEROS of zeros otherwise, or if
+        only these have the rows that its blocks divide.
         """
         fewest = math.ceil(number * (1 - FEWER_EXPERTS))
         most_zeros = STORED_ZEROS * self.mlp_size
         numbers = range(number, fewest - 1, -1)
-        block = self.rules.block
-        in_blocks = ([number], numbers, range(fewest - 1, number // 2 - 1, -1)) if block > 1 else ()
-        found = (self.roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, block) for some in in_blocks)
         return (
-            next(filter(None, found), None)
+            (self._in_blocks(number) if self.rules.block > 1 else None)
             or self.roundest([number], most_zeros, MAX_EXPERTS_PER_TOKEN)
             or self.roundest(numbers, most_zeros, MAX_EXPERTS_PER_TOKEN)
             or self._with_fewest_zeros(numbers)
             or self._with_fewest_zeros(range(fewest - 1, MAX_EXPERTS_PER_TOKEN - 1, -1))
         )
+
+    def _in_blocks(self, number: int) -> FineLayout | None:
+        """The layout of so many experts, or of more than half as many, whose rows the blocks of the format divide."""
+        fewest = math.ceil(number * (1 - FEWER_EXPERTS))
+        ranges = ([number], range(number, fewest - 1, -1), range(fewest - 1, number // 2, -1))
+        most_zeros = STORED_ZEROS * self.mlp_size
+        found = (self.roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, self.rules.block) for some in ranges)
+        return next(filter(None, found), None)
 
     def wide(self, numbers: Sequence[int]) -> FineLayout | None:
         """The layout for a GPU: near the wanted shared part if that can be, then of most experts, then of the roundest size."""
