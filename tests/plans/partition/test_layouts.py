@@ -19,6 +19,7 @@ LLAMA2_7B = ModelShape(32, 4096, 11008, 32, 32, 128, 128, True)
 
 
 QWEN_05B = ModelShape(24, 896, 4864, 14, 2, 64, 64, True)
+LLAMA3_8B = ModelShape(32, 4096, 14336, 32, 8, 128, 128)
 
 
 QWEN_15B = ModelShape(28, 1536, 8960, 12, 2, 128, 128, True)
