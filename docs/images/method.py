@@ -1,4 +1,5 @@
-"""Draw what a token uses of a layer, for each form: method.svg (fine-grained experts), method-overlapping.svg, method-inputs.svg.
+"""Draw what a token uses of a layer, for each kind of plan: method.svg (fine-grained experts), method-overlapping.svg,
+method-static.svg, method-inputs.svg.
 
 They are written into the package, whose report shows them; the site takes them from there. Deterministic, standard library only.
 
@@ -65,6 +66,14 @@ OVERLAPPING = Drawing(
         "###.###..#.#.##..##.##...##..#...xxx",
     ),
     ("Neurons of no expert (orange) are dropped, the others are", "stored once. A router chooses the expert."),
+)
+STATIC = Drawing(
+    "Of a dense MLP every token uses all neurons. Pruned, every token uses the same neurons, and the others are gone.",
+    "Dense MLP: every token uses all neurons",
+    "d" * 36,
+    "Pruned: every token uses the same neurons",
+    ("####x##xx###x##x##x##x#xx##x###xx##x",) * 3,
+    ("The others (orange) are dropped, and the down projection", "is refitted to make up for them."),
 )
 INPUTS = Drawing(
     "The inputs of a projection, all of which a dense model uses. Each token uses its largest inputs.",
@@ -137,8 +146,8 @@ def draw(drawing: Drawing) -> str:
 
 def drawings() -> dict[str, str]:
     """The files and what they hold."""
-    forms = {"method.svg": FINE, "method-overlapping.svg": OVERLAPPING, "method-inputs.svg": INPUTS}
-    return {name: draw(drawing) for name, drawing in forms.items()}
+    forms = {"method": FINE, "method-overlapping": OVERLAPPING, "method-static": STATIC, "method-inputs": INPUTS}
+    return {f"{name}.svg": draw(drawing) for name, drawing in forms.items()}
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ class Decoding:
 
     @classmethod
     def of(cls, shape: ModelShape, output: int, num_experts: int) -> Decoding:
-        """From a model's sizes, and the experts of a layer."""
+        """From a model's sizes, and the experts of a layer; one is no choice, and has no router."""
         attention = shape.num_layers * attention_params(shape, shape.head_dim, shape.head_dim) + shape.other_params
-        routers = shape.num_layers * shape.hidden_size * num_experts
+        routers = shape.num_layers * shape.hidden_size * num_experts if num_experts > 1 else 0
         return cls(decoder_params(shape), int(attention), output, routers)
 
     def read(self, active: float) -> int:
@@ -71,8 +71,8 @@ class Decoding:
         """How many times as fast as the dense model one sequence can be written at best."""
         return (self.decoder + self.output) / self.read(active)
 
-    def sentence_of_inputs(self, active: float) -> str:
-        """What bounds decoding where tokens choose inputs."""
+    def sentence_without_routers(self, active: float) -> str:
+        """What bounds decoding where tokens choose no experts."""
         share = self.read(active) / (self.decoder + self.output)
         return (
             f"One sequence can be written at most {self.speedup(active):.2f} times as fast as by the dense model: at "

@@ -28,12 +28,12 @@ from tomoe.evaluation.speed.throughput import benchmark
 from tomoe.exporting.export import export
 from tomoe.finetuning.finetune import finetune
 from tomoe.finetuning.repair import repair
-from tomoe.methods.tomoe.overlapping_carving import backward_elimination
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.model.stored import StoredModel
 from tomoe.moe.modeling_tomoe import CACHE, WAYS
 from tomoe.pipeline.convert import convert
+from tomoe.plans.partition.elimination import backward_elimination
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
 

@@ -25,7 +25,6 @@ from tomoe.methods.registry import settled
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.method import ToMoE, new_network, trainable_bytes
 from tomoe.methods.tomoe.networks import mask_network
-from tomoe.methods.tomoe.overlapping_carving import overlapping_bytes
 from tomoe.model import base_weights
 from tomoe.model.activation_memory import activation_bytes
 from tomoe.model.loading import load_config
@@ -33,6 +32,7 @@ from tomoe.model.projections import groups_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.plans.partition import experts as partition
+from tomoe.plans.partition.elimination import elimination_bytes
 from tomoe.plans.partition.experts import fine_bytes
 from tomoe.plans.partition.layouts import FineLayout, Layout, OverlappingLayout, settle_layout
 from tomoe.plans.repair.equations import NormalEquations, refit
@@ -141,7 +141,7 @@ def test_what_is_learned(attention: str) -> None:
 def held_by_the_carve(layout: Layout, shape: ModelShape, dtype: torch.dtype, tokens: int) -> int:
     if isinstance(layout, FineLayout):
         return fine_bytes(shape, layout, dtype, tokens)
-    return overlapping_bytes(shape, layout.num_experts, dtype, tokens)
+    return elimination_bytes(shape, layout.num_experts, dtype, tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -90,7 +90,7 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
     """What to try after a conversion, as (command, what it does)."""
     model, folder = quoted(recipe.model), quoted(out)
     commands = [
-        (f'tomoe generate {folder} "Once upon a time"', "let the MoE write"),
+        (f'tomoe generate {folder} "Once upon a time"', "let it write"),
         (f"tomoe inspect {folder}", "see what every layer keeps"),
         (f"tomoe evaluate {model} {folder} --text FILE", "measure both on your own text"),
     ]

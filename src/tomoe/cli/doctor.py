@@ -52,7 +52,9 @@ def _show(diagnosis: examination.Diagnosis, active: float) -> None:
     sizes_on_disk = ", ".join(f"{format_bytes(size)} in {name}" for name, size in diagnosis.file_bytes.items())
     decoding = diagnosis.decoding
     sentence = (
-        decoding.sentence(diagnosis.one_expert, active) if decoding.routers else decoding.sentence_of_inputs(active)
+        decoding.sentence(diagnosis.one_expert, active)
+        if decoding.routers
+        else decoding.sentence_without_routers(active)
     )
     console.say(f"{sentence}.", f"The file takes {sizes_on_disk}.")
     for need in (*diagnosis.least, diagnosis.beside):

@@ -62,29 +62,22 @@ def evaluate(
         context: tokens of a sequence (default: 1024, less if the model is made for less, or that of the held-out text).
         stride: tokens from one sequence to the next; if it is smaller than `context`, sequences overlap, and each token is
             predicted from at least `context - stride` others. None: sequences stand side by side.
-        tokens: tokens of the text to use, at most.
-        tasks: zero- or few-shot tasks for every model, see `tomoe.evaluation.tasks.TaskSet`.
+        tokens: tokens of the text to use, at most. tasks: for every model, see `tomoe.evaluation.tasks.TaskSet`.
         active: fractions of the decoder parameters; models with fine-grained experts are measured with the number of
             experts that is nearest to each. All models but the first must have such experts.
         dtype: of the weights: "float32", "bfloat16", "float16"; or "auto": as they are stored, computed with in float32 by
             processors that have no instructions for 16 bits.
-        device: "auto", "cpu" or "cuda".
         offload: keep decoder layers on disk and read each once for the whole text, for models larger than memory.
         on_row: gets each row as soon as it is measured, so that an error of a later model does not lose it.
         tokenizer: reads the text, if the first model is in memory and its name leads to none.
 
-    Returns one `Row` for each model, or for each of its numbers of experts, in the order of `names`. Several processes
-    (torchrun) divide the sequences among them and each returns all numbers; tasks run in process 0 alone, which alone has
-    their scores.
-
-    Raises UserError if a model or text is not found, or the text does not fit the models, among them one whose tokenizer means
-    another text by the same tokens.
+    Returns one `Row` for each model, or for each of its numbers of experts, in the order of `names`. Several processes (torchrun)
+    divide the sequences and each returns all numbers; tasks, and their scores, are process 0's alone. Raises UserError if a model
+    or text is not found, or the text does not fit the models: also if a tokenizer means another text by the same tokens.
     """
     named = [names] if isinstance(names, str | Path) else list(names)
-    _check_arguments(named, context, stride, tokens, dtype)
     given = {_label(i, model): model for i, model in enumerate(named) if isinstance(model, PreTrainedModel)}
-    if given and active:
-        raise UserError("active is for models that are named; set the experts of a model in memory in its config")
+    _check_arguments(named, context, stride, tokens, dtype, active if given else ())
     settings = dial_settings([_label(i, model) for i, model in enumerate(named)], active)
     loaded = _loaded(settings, dtype, device, offload, given)
     if isinstance(text, str | Path) and context is None:
@@ -92,11 +85,7 @@ def evaluate(
         first = next(loaded)  # its config is at hand; to read one alone takes seconds from a .gguf file
         context = min(CONTEXT, max_positions(first.config) or CONTEXT)
         loaded = itertools.chain([first], loaded)
-    if isinstance(text, Tensor):
-        sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))
-        evaluation = EvaluationText(sequences if tokens is None else sequences.truncate(tokens), "token ids")
-    else:
-        evaluation = _evaluation_text(settings, text, context, stride, tokens, given, tokenizer)
+    evaluation = _evaluation_text(settings, text, context, stride, tokens, given, tokenizer)
     rows = []
     for row in compare([name for name, _ in settings], loaded, evaluation, on_progress, tasks):
         on_row(row)
@@ -105,8 +94,15 @@ def evaluate(
 
 
 def _check_arguments(
-    names: Sequence[object], context: int | None, stride: int | None, tokens: int | None, dtype: str
+    names: Sequence[object],
+    context: int | None,
+    stride: int | None,
+    tokens: int | None,
+    dtype: str,
+    active_in_memory: Sequence[float],
 ) -> None:
+    if active_in_memory:
+        raise UserError("active is for models that are named; set the experts of a model in memory in its config")
     if not names:
         raise UserError("no model is named; give the dense model first, then converted ones")
     for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
@@ -186,7 +182,7 @@ def _dense_of(folder: str) -> str:
 
 def _evaluation_text(
     settings: Sequence[tuple[str, Setting | None]],
-    text: str | Path | None,
+    text: str | Path | Int[Tensor, "B S"] | None,
     context: int | None,
     stride: int | None,
     tokens: int | None,
@@ -195,6 +191,9 @@ def _evaluation_text(
 ) -> EvaluationText:
     """The text as the first model reads it, and as all others that are named do."""
     models = list(dict.fromkeys(name for name, _ in settings))
+    if isinstance(text, Tensor):
+        sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))
+        return EvaluationText(sequences if tokens is None else sequences.truncate(tokens), "token ids")
     if text is None:
         evaluation = held_out_text(models)
         size = evaluation.sequences.input_ids.shape[1]

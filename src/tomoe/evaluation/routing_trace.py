@@ -75,8 +75,8 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     top_ks = routers(model)
     if not top_ks:
         raise UserError(
-            "this model has no routers: it is dense, or its tokens choose inputs; give a folder that `tomoe convert` wrote with "
-            "experts"
+            "this model has no routers: it is dense, its tokens choose inputs, or all of them use the same neurons; give a "
+            "folder that `tomoe convert` wrote with experts"
         )
     rows: list[list[int]] = []
     chosen: list[list[list[int]]] = []

@@ -16,9 +16,11 @@ from tomoe.moe.modeling_tomoe import Router, ToMoEMLP, route
 
 
 def routers(model: nn.Module) -> dict[Router, int | None]:
-    """Return the routers of a model, in order, and how many experts a token uses; None for one of overlapping experts."""
+    """Return the routers of a model that choose, in order, and how many experts a token uses; None for one of overlapping
+    experts."""
     # families have other names for their MLPs, and what another module calls a router chooses something else
-    return {module.router: module.top_k for module in model.modules() if isinstance(module, ToMoEMLP)}
+    mlps = (module for module in model.modules() if isinstance(module, ToMoEMLP))
+    return {mlp.router: mlp.top_k for mlp in mlps if mlp.num_experts > 1}
 
 
 class ExpertCounter:

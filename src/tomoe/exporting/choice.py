@@ -14,12 +14,13 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
+from tomoe.exporting.dense import Dense
 from tomoe.exporting.gguf.target import Gguf
-from tomoe.exporting.stock.carrier import FamilyDecoder
+from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder
 from tomoe.exporting.stock.table import CARRIERS
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.model.loading import load_config
-from tomoe.moe.checkpoint import save_tokenizer
+from tomoe.moe.checkpoint import readable_weights, save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
 from tomoe.recipe.conversion import Recipe
@@ -43,6 +44,7 @@ class OwnForm(Target):
         on_progress: StageCallback,
     ) -> None:
         moe.save_pretrained(folder)
+        readable_weights(folder)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
 
@@ -50,8 +52,9 @@ class OwnForm(Target):
         return f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)'
 
 
-# `auto` takes the first stock class that holds the model.
-TARGETS: dict[str, Target] = {target.name: target for target in (*CARRIERS, Gguf(), OwnForm())}
+# `auto` takes the first of these that holds the model.
+KNOWN_CLASSES: tuple[Dense | Carrier, ...] = (Dense(), *CARRIERS)
+TARGETS: dict[str, Target] = {target.name: target for target in (*KNOWN_CLASSES, Gguf(), OwnForm())}
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
             raise UserError(f"{name} cannot hold this model exactly: {problem}; these can: {', '.join(fitting)}")
         return Choice(TARGETS[name], "as requested")
     problems = {}
-    for target in CARRIERS:
+    for target in KNOWN_CLASSES:
         problem = target.supports(moe)
         if problem is None:
             return Choice(target, f"{target.about} holds it {target.how_well}, and loads without code of its own")

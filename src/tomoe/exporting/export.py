@@ -149,6 +149,11 @@ def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
         )
     if not sizes.copies:
         return None
+    if moe.config.tomoe_num_experts == 1:
+        return (
+            "Layers differ in width, and this form fills all up to the widest with zeros; `--set target=dense` at conversion "
+            "gives them one width."
+        )
     dense = sum(p.numel() for p in empty_stock(moe.config.dense_config()).parameters()) * moe.dtype.itemsize
     return (
         f"Experts share neurons, but this form stores a copy for each and pads with zeros: {format_bytes(sizes.bytes)}, while "

@@ -55,7 +55,9 @@ def examine(recipe: Recipe) -> Diagnosis:
     lacking = [need.stage for need in least if not need.fits(free)]
     num_experts = 0 if layout is None else layout.num_experts
     decoding = Decoding.of(sizes.shape, sizes.output, num_experts)
-    files = file_bytes(sizes.total + decoding.routers)
+    # where all tokens use the same neurons, the others are not stored
+    stored = round(sizes.total * sizes.of_all(recipe.active)) if num_experts == 1 else sizes.total
+    files = file_bytes(stored + decoding.routers)
     return Diagnosis(
         sizes=sizes,
         least=least,

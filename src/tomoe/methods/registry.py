@@ -92,6 +92,11 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
     if method is None:
         method = find(recipe.method.name or _implied(recipe))(**recipe.method.model_extra or {})
     found = type(method)
+    if found.kind not in TARGET_RULES[recipe.target].forms:
+        raise UserError(
+            f"target {recipe.target} has no place for what method {found.name} makes ({found.kind}); set target to hf, or "
+            "choose another method"
+        )
     name = recipe.method.name or found.name
     whole = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
     keys = whole.flatten()
@@ -101,11 +106,6 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
                 f"method {found.name} needs {key} = {_shown(value)}, but it is {_shown(keys[key])}; leave it out, or choose "
                 "another method"
             )
-    if found.kind not in TARGET_RULES[whole.target].forms:
-        raise UserError(
-            f"target {whole.target} has no place for what method {found.name} makes ({found.kind}); set target to hf, or "
-            "choose another method"
-        )
     return method, whole
 
 

@@ -83,6 +83,11 @@ def is_fine(config: Any) -> bool:
 
 
 def _why_not(name: str, config: PreTrainedConfig) -> str:
+    if isinstance(config, ToMoEConfig) and config.tomoe_num_experts == 1:
+        return (
+            f"{name} uses the same neurons for every token, so its plan alone decides what is active; method = carve makes a "
+            "model that can use more or fewer"
+        )
     if isinstance(config, ToMoEConfig):
         return (
             f"{name} has overlapping experts, of which every token uses one, so its plan alone decides what is active; "

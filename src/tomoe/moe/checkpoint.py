@@ -45,13 +45,17 @@ def save_moe(
         plan.save(part)
         if tokenizer is not None:
             save_tokenizer(tokenizer, part)
-        mode = (part / "config.json").stat().st_mode
-        # only the owner could read the weights; config.json follows the umask
-        for weights in part.glob("*.safetensors"):
-            weights.chmod(mode)
+        readable_weights(part)
         write_sums(part)
         if check:
             check_written(moe, part)
+
+
+def readable_weights(folder: Path) -> None:
+    """Let those read the weights who may read config.json, which follows the umask; as written only the owner could."""
+    mode = (folder / "config.json").stat().st_mode
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(mode)
 
 
 def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:

@@ -33,7 +33,7 @@ class LayerCounts:
     value_top_k: int  # value dims of one token
     value_embedding: int  # numbers in the embedding of the value router; 0 if tokens choose no value dims
     rotated: bool  # whether value dims are in a basis of their own
-    router_params: int  # numbers in the routers
+    router_params: int  # numbers in the routers that choose; the one row of a single expert decides nothing
 
     @property
     def width(self) -> int:
@@ -149,7 +149,7 @@ class LayerPlan:
             value_top_k=self.value_top_k,
             value_embedding=len(self.value_router["norm.bias"]) if self.value_router else 0,
             rotated=self.value_rotation is not None,
-            router_params=sum(t.numel() for t in self._routers),
+            router_params=sum(t.numel() for t in (self._routers if len(widths) > 1 else self.value_router.values())),
         )
 
     def tensor_error(self, s: ModelShape) -> str | None:

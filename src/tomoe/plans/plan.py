@@ -88,6 +88,11 @@ class Plan:
         return self.counts[0].form
 
     @property
+    def is_static(self) -> bool:
+        """Whether all tokens use the same neurons: a choice among one expert is none."""
+        return self.num_experts == 1
+
+    @property
     def prunes_attention(self) -> bool:
         """Whether any layer leaves out dims of its attention; otherwise attention is the family's own."""
         whole = self.shape.head_dim

@@ -195,6 +195,8 @@ class Recipe(RunRecipe):
         rules = TARGET_RULES[self.target]
         # a random start learns masks of overlapping experts; otherwise the first form that the target has a place for
         experts: dict[str, Any] = {"form": "overlapping" if self.start == "random" else rules.forms[0]}
+        if rules.num_experts:
+            experts["num_experts"] = rules.num_experts
         if rules.shared is not None:
             experts["shared"] = rules.shared
         if not rules.dense_layers:
@@ -225,6 +227,16 @@ class Recipe(RunRecipe):
             yield (
                 f"target {self.target} cannot choose V/O dims for each token (attention.pruning = per_token); set "
                 "attention.pruning to static or off, or target to hf"
+            )
+        if rules.whole_attention and self.attention.pruning != "off":
+            yield (
+                f"target {self.target} has whole heads of attention, but attention.pruning is {self.attention.pruning}; set it "
+                "to off, or target to hf"
+            )
+        if rules.num_experts and self.experts.num_experts != rules.num_experts:
+            yield (
+                f"target {self.target} holds {rules.num_experts} expert a layer, the same neurons for every token, but "
+                f"experts.num_experts is {self.experts.num_experts}; leave it out, or set target to hf"
             )
         if form not in rules.forms:
             *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)

@@ -9,6 +9,7 @@ Form = Literal["fine", "overlapping", "inputs"]
 """Two forms of experts, and inputs of projections; `recipe.conversion.ExpertsSection` says what they are."""
 
 Format = Literal[
+    "dense",
     "mixtral",
     "glm4_moe",
     "qwen3_5_moe",
@@ -21,7 +22,8 @@ Format = Literal[
     "gguf",
     "hf",
 ]
-"""What `--format` can write, and `target` can aim at: stock classes of transformers, a file for llama.cpp, ToMoE's own form."""
+"""What `--format` can write, and `target` can aim at: the dense model's own class, stock classes of transformers with experts, a
+file for llama.cpp, ToMoE's own form."""
 
 Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k", "q4_k_m"]  # weights of a GGUF file
 
@@ -55,6 +57,8 @@ class TargetRules:
 
     forms: tuple[Form, ...] = ("fine", "overlapping")  # forms that it has a place for
     uniform: bool = True  # whether all layers must be alike: experts of one width, and as many of them for each token
+    num_experts: int = 0  # experts of a layer; 0: any number
+    whole_attention: bool = False  # whether it has a place for whole heads only
     shared: float | None = None
     """The share of the shared part unless the recipe gives one; None: the recipe's own default."""
     numbers: tuple[int, ...] = ()
@@ -77,6 +81,7 @@ _UNBIASED = TargetRules(forms=("fine",), shared=STOCK_SHARED, router_bias=False,
 _UNSHARED = replace(_UNBIASED, shared=0.0, holds_shared=False)
 
 TARGET_RULES = {
+    "dense": TargetRules(forms=("overlapping",), num_experts=1, whole_attention=True),
     "mixtral": TargetRules(forms=("overlapping",)),
     "glm4_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED),
     "qwen3_5_moe": _UNBIASED,

@@ -28,7 +28,7 @@ from tomoe.report.card import write_card
 from tomoe.report.figures import all_figures
 from tomoe.report.page import Generation, write_page
 from tomoe.report.style import save
-from tomoe.report.words import WORDS
+from tomoe.report.words import words_of
 from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-2"  # of the first, texts of the form inputs were the dense model's
@@ -81,7 +81,7 @@ def write_reports(
         save(figure, out / "figures")
     write_page(
         out,
-        f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active",
+        f"{rows[0].name} as {words_of(plan).product}, {plan.active_fraction():.0%} active",
         plan,
         rows=rows,
         generations=observed.generations,

@@ -21,12 +21,12 @@ from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
 from tomoe.folders import PLAN
 from tomoe.model import catalog
-from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan
+from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import template
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
-from tomoe.report.words import WORDS
+from tomoe.report.words import words_of
 from tomoe.version import INSTALL
 
 
@@ -59,7 +59,7 @@ def write_card(
         license=license or "other",
         license_name=None if license else "same-as-the-dense-model",
         pipeline_tag="text-generation",
-        tags=["moe", "tomoe"],
+        tags=["tomoe"] if isinstance(plan, Plan) and plan.is_static else ["moe", "tomoe"],
         model_name=name,
         eval_results=(results := _eval_results(rows)) or None,
         metrics=sorted({result.metric_type for result in results}) or None,
@@ -72,8 +72,8 @@ def write_card(
         quoted=_fenced(json.dumps(name, ensure_ascii=False)),
         base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
-        product=WORDS[plan.form].product,
-        experts=WORDS[plan.form].card(plan, dialed),
+        product=words_of(plan).product,
+        experts=words_of(plan).card(plan, dialed),
         files=" and ".join(f"`{name}`" for name in PLAN if (out / name).is_file()) or "`plan.json`",
         refitted=REPAIRED in plan.notes or FINETUNED in plan.notes,
         summary=[(what, escape_markdown(how)) for what, how in conversion_summary(plan) if what != "Dense model"],
@@ -98,7 +98,7 @@ def _fenced(code: str) -> str:
 
 def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
     """Sentences on what to know before trusting the model; they depend on how it was made and measured."""
-    recipe = recipe_of(plan)
+    recipe, fitted = recipe_of(plan), words_of(plan).fitted
     sentences = []
     measured = [row for row in rows[1:] if row.measurement.kl is not None]
     if measured:
@@ -117,12 +117,12 @@ def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
         sentences.append("It saves nothing in prompts and in batches, and no serving engine runs it; experts do both.")
     elif recipe is not None:
         if not plan.notes.get("steps", recipe.train.steps):
-            sentences.append("Nothing was trained: experts and routers come from statistics of a little text.")
+            sentences.append(f"Nothing was trained: {fitted} come from statistics of a little text.")
         if "self" in recipe.data.sources:
             sentences.append(
-                "Experts and routers were fitted on text that the dense model wrote, narrower than real text."
+                f"{fitted.capitalize()} were fitted on text that the dense model wrote, narrower than real text."
             )
-        sentences.append(f"They were fitted on sequences of {recipe.data.seq_len} tokens; longer ones were not tried.")
+        sentences.append(f"Sequences of {recipe.data.seq_len} tokens were read; longer ones were not tried.")
     task = "" if measured and rows[-1].tasks else "task, "
     sentences += [
         f"No {task}safety or fairness test was run. What the dense model gets wrong, this one may get wrong more often.",

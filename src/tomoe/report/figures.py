@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentForma
 from tomoe.evaluation.results import Row
 from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.report.style import COLORS, DASHES, INK, MARKERS, SHADES, CaptionedFigure, canvas, styled
-from tomoe.report.words import WORDS
+from tomoe.report.words import words_of
 
 # as many methods as are told apart
 METHOD_COLORS = (*COLORS, "#e69f00", "#56b4e9", INK)
@@ -45,7 +45,7 @@ def all_figures(plan: AnyPlan, metrics: Metrics = (), dial: Sequence[Row] = ()) 
 @styled
 def layers_figure(plan: AnyPlan) -> CaptionedFigure:
     """By layer the parts of an MLP as bars, and as lines the share of all else that a token uses a part of."""
-    words = WORDS[plan.form]
+    words = words_of(plan)
     bars, lines = words.bars(plan), words.lines(plan)
     layers = range(len(plan.describe()))
     figure, (axes,) = canvas(2.9)

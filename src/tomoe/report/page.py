@@ -20,7 +20,7 @@ from tomoe.report.html import render, svg_uri, template
 from tomoe.report.style import CaptionedFigure
 from tomoe.report.summary import conversion_summary, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
-from tomoe.report.words import WORDS
+from tomoe.report.words import words_of
 from tomoe.version import __version__
 
 PAGE = "report.html"
@@ -50,7 +50,7 @@ def write_page(
 ) -> Path:
     """Write OUT/report.html, without the parts that nothing is given for; the same gives the same bytes. Raises UserError if it
     cannot be written."""
-    words = WORDS[plan.form]
+    words = words_of(plan)
     recipe = recipe_of(plan)
     known = {"Dense weights": plan.source, "Recipe": recipe and recipe.digest()}
     hashes = [(name, f"sha256 {digest[:16]}") for name, digest in known.items() if digest]

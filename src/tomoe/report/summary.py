@@ -11,7 +11,7 @@ from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
 from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan, Plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.words import WORDS, span
+from tomoe.report.words import span, words_of
 
 ATTENTION = {
     "off": "kept whole",
@@ -51,7 +51,8 @@ def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
     ]
     if isinstance(plan, InputsPlan):
         return lines + _summary_of_inputs(plan, recipe)
-    lines += [("Experts", WORDS[plan.form].experts(plan)), ("Attention", _attention(plan)), *_decoding(plan)]
+    words = words_of(plan)
+    lines += [(words.used, words.experts(plan)), ("Attention", _attention(plan)), *_decoding(plan)]
     if recipe is None:
         return lines
     t, d = recipe.train, recipe.data
@@ -73,11 +74,11 @@ def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
 
 
 def _summary_of_inputs(plan: InputsPlan, recipe: Recipe | None) -> list[tuple[str, str]]:
-    lines = [("What a token uses", WORDS[plan.form].experts(plan))]
+    lines = [(words_of(plan).used, words_of(plan).experts(plan))]
     output = _output_weights(plan)
     if output is not None:
         decoding = Decoding.of(plan.shape, output, num_experts=0)
-        lines.append(("Decoding", decoding.sentence_of_inputs(plan.active_fraction())))
+        lines.append(("Decoding", decoding.sentence_without_routers(plan.active_fraction())))
     if recipe is None:
         return lines
     text = f"how many inputs each projection gets was found on {recipe.data.calibration_tokens:,} tokens; nothing was trained"
@@ -106,7 +107,7 @@ def _origin(plan: AnyPlan, recipe: Recipe) -> list[tuple[str, str]]:
 def layer_table(plan: AnyPlan) -> tuple[list[str], list[list[str]]]:
     """Titles and cells, one line for each layer."""
     rows = plan.describe()
-    titles = {"layer": "layer", **WORDS[plan.form].titles, "active": "active params"}
+    titles = {"layer": "layer", **words_of(plan).titles, "active": "active params"}
     shown = [key for key in titles if key in rows[0]]
     return [titles[key] for key in shown], [[_cell(row[key]) for key in shown] for row in rows]
 
@@ -127,12 +128,22 @@ def _decoding(plan: Plan) -> list[tuple[str, str]]:
     if output is None:
         return []
     decoding = Decoding.of(plan.shape, output, plan.num_experts)
+    outside = output * (1 if plan.dense_config.get("tie_word_embeddings") else 2)
+    if plan.is_static:
+        kept = plan.totals()["stored_decoder_params"] + outside
+        return [
+            ("Decoding", decoding.sentence_without_routers(plan.active_fraction())),
+            ("File", f"about {_files(kept)}"),
+        ]
     with_one = [(layer.shared_size + layer.expert_size, layer.qk_dims, layer.value_dims) for layer in plan.counts]
     one = active_params(plan.shape, with_one)
-    weights = decoding.decoder + decoding.routers + output * (1 if plan.dense_config.get("tie_word_embeddings") else 2)
-    sizes = ", ".join(f"{format_bytes(size)} in {name}" for name, size in file_bytes(weights).items())
+    sizes = _files(decoding.decoder + decoding.routers + outside)
     sentence = decoding.sentence(one / decoding.decoder, plan.active_fraction())
     return [("Decoding", sentence), ("File", f"about {sizes}, with all neurons")]
+
+
+def _files(weights: int) -> str:
+    return ", ".join(f"{format_bytes(size)} in {name}" for name, size in file_bytes(weights).items())
 
 
 def _repair(plan: Plan) -> list[tuple[str, str]]:

@@ -78,6 +78,9 @@ def _attention(plan: Plan) -> Iterator[Finding]:
 
 
 def _union(plan: Plan) -> Iterator[Finding]:
+    # dropped for all tokens on purpose
+    if plan.is_static:
+        return
     shares = {i: layer.union / plan.shape.mlp_size for i, layer in enumerate(plan.counts)}
     low = {i: share for i, share in shares.items() if share < UNION}
     if low:

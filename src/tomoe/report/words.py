@@ -1,4 +1,4 @@
-"""What the report says of each form of experts: `WORDS` has an object for each."""
+"""What the report says of each kind of plan: `words_of` has an object for each."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from tomoe.plans import InputsPlan, Plan
+from tomoe.plans import AnyPlan, InputsPlan, Plan
 
 DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 
 
 class FormWords(ABC):
-    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; measured: of what
-    the figure of the layers shows shares; titles: of columns of `plan.describe()`."""
+    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; used: what stands
+    in a layer, in a word or two; fitted: what text decides; measured: of what the figure of the layers shows shares; titles: of
+    columns of `plan.describe()`."""
 
     drawing: ClassVar[str]
     drawn: ClassVar[str]
     titles: ClassVar[Mapping[str, str]]
     product: ClassVar[str] = "a Mixture-of-Experts"
+    used: ClassVar[str] = "Experts"
+    fitted: ClassVar[str] = "experts and routers"
     measured: ClassVar[str] = "of the neurons or dims"
 
     @abstractmethod
@@ -117,6 +120,32 @@ class OverlappingWords(FormWords):
         }
 
 
+class StaticWords(FormWords):
+    drawing = "method-static.svg"
+    drawn = (
+        "The neurons of a dense MLP, all of which every token uses. Some are kept, the same for every token, and the others "
+        "are gone."
+    )
+    product = "a narrower dense model"
+    used = "Neurons"
+    fitted = "the neurons that are kept"
+    measured = "of the neurons"
+    titles = {"width": "neurons", "width_share": "of neurons", **DIMS}
+
+    def experts(self, plan: Plan) -> str:
+        widths = [layer.width for layer in plan.counts]
+        return f"{span(widths)} of {plan.shape.mlp_size:,} in each layer, the same for every token"
+
+    def card(self, plan: Plan, dialed: bool) -> str:
+        widths = [layer.width for layer in plan.counts]
+        kept = f"{span(widths)} of its {plan.shape.mlp_size:,} neurons"
+        return f"the MLP keeps\n{kept}, the same for every token, and the others are gone"
+
+    def bars(self, plan: Plan) -> dict[str, list[float]]:
+        layers = plan.describe()
+        return {"dropped": [1.0] * len(layers), "kept": [row["width_share"] for row in layers]}
+
+
 class InputsWords(FormWords):
     drawing = "method-inputs.svg"
     drawn = (
@@ -124,6 +153,7 @@ class InputsWords(FormWords):
         "for it, and only their columns of the weights are read."
     )
     product = "a model that uses the largest inputs of its projections"
+    used = "What a token uses"
     measured = "of its inputs"
     titles = {"attention": "Q, K, V", "output": "attention output", "up": "gate and up", "down": "down"}
 
@@ -153,6 +183,11 @@ class InputsWords(FormWords):
 
 
 WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}
+
+
+def words_of(plan: AnyPlan) -> FormWords:
+    """The words for a plan."""
+    return StaticWords() if isinstance(plan, Plan) and plan.is_static else WORDS[plan.form]
 
 
 def span(numbers: Sequence[int]) -> str:

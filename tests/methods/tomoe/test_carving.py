@@ -14,7 +14,6 @@ from tomoe.methods.tomoe.gumbel import keep_probability
 from tomoe.methods.tomoe.losses import active_fraction
 from tomoe.methods.tomoe.overlapping_carving import (
     ROUTER_CONFIDENCE,
-    backward_elimination,
     confident_scale,
     rank_neurons,
     spherical_kmeans,
@@ -22,6 +21,7 @@ from tomoe.methods.tomoe.overlapping_carving import (
 from tomoe.methods.tomoe.projection import start_logits
 from tomoe.methods.tomoe.sampling import sampled_masks
 from tomoe.model.structure import shape_of
+from tomoe.plans.partition.elimination import backward_elimination
 
 
 def test_backward_elimination_counts_the_joint_loss() -> None:

@@ -83,8 +83,9 @@ class GgufArch(ABC):
         writer.add_head_count(moe.config.num_attention_heads)
         writer.add_rope_freq_base(float(moe.config.rope_parameters["rope_theta"]))
         writer.add_vocab_size(moe.config.vocab_size)
-        writer.add_expert_count(layout.experts)
-        writer.add_expert_used_count(layout.top_k)
+        if layout.experts:
+            writer.add_expert_count(layout.experts)
+            writer.add_expert_used_count(layout.top_k)
 
     @abstractmethod
     def decoder_parts(self, moe: ToMoEForCausalLM) -> Iterator[Part]:
@@ -112,10 +113,16 @@ class GgufArch(ABC):
             if i < layout.whole:
                 yield from mlp_parts(f"{prefix}{{}}.weight", partial(_whole, mlp), f, d)
                 continue
+            if not layout.experts:
+                yield from mlp_parts(f"{prefix}{{}}.weight", partial(self._only, mlp, layout), layout.width, d)
+                continue
             yield f"{prefix}gate_inp.weight", partial(router, 0, i), (layout.experts, d)
             if form is not None and form.corrected:
                 yield f"blk.{i}.exp_probs_b.bias", partial(router, 1, i), (layout.experts,)
             yield from self._expert_parts(mlp, layout, prefix)
+
+    def _only(self, mlp: ToMoEMLP, layout: StockLayout, part: int) -> Tensor:
+        return self.carrier.matrices(mlp, layout, 0)[part]
 
     def _expert_parts(self, mlp: ToMoEMLP, layout: StockLayout, prefix: str) -> Iterator[Part]:
         hidden = mlp.up_proj.shape[1]
@@ -226,12 +233,17 @@ def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, "
 
 
 class Llama(PlainArch):
-    """Overlapping experts, of which a token uses one. Neighboring dims of a head are paired, and frequencies may be scaled."""
+    """Overlapping experts, of which a token uses one, or plain MLPs where there is one for all tokens. Neighboring dims of a head
+    are paired, and frequencies may be scaled."""
 
     name = "llama"
     carrier = replace(MIXTRAL, decoder=PlainDecoder(biased=True, silu_only=True))
     multiple = None
     scaled_frequencies = True
+
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
+        layout = super().layout(moe, multiple)
+        return replace(layout, experts=0, top_k=0) if layout.experts == 1 else layout
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
         super().write_sizes(writer, moe, layout)

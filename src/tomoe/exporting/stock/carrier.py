@@ -93,6 +93,8 @@ class StockLayout:
         whole = f", {self.whole} whole before them" if self.whole else ""
         size = max(mlp.expert_rows.shape[1] for mlp in moe.mlps())
         filled = f" (filled up from {size:,})" if self.width > size else ""
+        if not self.experts:
+            return f"{self.width:,} neurons{filled} in each of {len(moe.mlps())} layers, the same for all tokens"
         shared = f", and a shared one of {self.shared:,}" if self.shared else ""
         always = f" ({self.always} of them always, the shared part)" if self.always else ""
         return (

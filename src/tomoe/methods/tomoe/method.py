@@ -18,7 +18,6 @@ from tomoe.methods.tomoe.extract import extract_plan
 from tomoe.methods.tomoe.network import MaskNetwork
 from tomoe.methods.tomoe.networks import AnyNetwork, mask_network
 from tomoe.methods.tomoe.objective import MaskStep
-from tomoe.methods.tomoe.overlapping_carving import overlapping_bytes
 from tomoe.methods.tomoe.rotation import value_rotations
 from tomoe.model.activation_memory import activation_bytes
 from tomoe.model.running import family_head, hidden_states
@@ -26,6 +25,7 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
 from tomoe.plans.masking import masked, planned_masks
+from tomoe.plans.partition.elimination import elimination_bytes
 from tomoe.plans.partition.experts import FLOAT32, fine_bytes
 from tomoe.plans.partition.layouts import FineLayout, settle_layout, tolerance_of
 from tomoe.progress import stage_callback
@@ -105,7 +105,7 @@ class ToMoE(Method):
         elif isinstance(layout, FineLayout):
             parts["activations of one layer"] = fine_bytes(shape, layout, dtype, data.calibration_tokens)
         else:
-            held = overlapping_bytes(shape, layout.num_experts, dtype, data.calibration_tokens)
+            held = elimination_bytes(shape, layout.num_experts, dtype, data.calibration_tokens)
             parts["activations of one layer"] = held
         return parts
 

@@ -18,7 +18,7 @@ from tomoe.methods.tomoe.overlapping_carving import OverlappingStart, carve_over
 from tomoe.methods.tomoe.projection import Projection, start_logits
 from tomoe.model.shape import ModelShape
 from tomoe.plans.partition.activations import Activations
-from tomoe.plans.partition.allocation import Site, common_offset, units_by_layer
+from tomoe.plans.partition.allocation import Site, common_offset, common_widths, units_by_layer
 from tomoe.plans.partition.layouts import OverlappingLayout
 from tomoe.plans.routing import ExpertRouter, Routing
 from tomoe.recipe.conversion import SamplingSection
@@ -126,31 +126,25 @@ class ExtractedOverlapping:
     ) -> tuple[int, list[list[int]]]:
         """Choose one width for all layers near their mean at `offset`; the attention sites take up the rest.
 
-        Returns the width and the units of the attention sites of each layer. The width is a multiple of `common_multiple`,
-        or of its half, its quarter and so on: of the largest that meets `target` within `slack` parameters.
+        Returns the width and the units of the attention sites of each layer: of `common_widths` the first that meets `target`
+        within `slack` parameters.
         """
         s = self.shape
-        multiple = self.layout.common_multiple
         attention = [layer[1:] for layer in layers]
         sites = [site for layer in attention for site in layer]
         mean = sum(layer[0].clipped_units(offset) for layer in layers) / len(layers) * self.layout.width_multiple
         best = (target, s.mlp_size, [[site.max_units for site in layer] for layer in attention])
-        while True:
-            below = int(mean // multiple) * multiple
-            widths = {min(max(w, 1), s.mlp_size) for w in (below, below + multiple)}
-            for width in sorted(widths, key=lambda w: abs(w - mean)):
-                left = target - s.num_layers * int(mlp_params(s, width))
-                if sites and left < sum(site.params(1) for site in sites):
-                    continue
-                units = units_by_layer(attention, common_offset(sites, left) if sites else 0.0, left)
-                chosen = (n for layer in units for n in layer)
-                miss = abs(left - sum(site.params(n) for site, n in zip(sites, chosen, strict=True)))
-                if miss <= slack:
-                    return width, units
-                best = min(best, (miss, width, units))
-            if multiple == 1:
-                return best[1:]
-            multiple = multiple // 2
+        for width in common_widths(mean, self.layout.common_multiple, s.mlp_size):
+            left = target - s.num_layers * int(mlp_params(s, width))
+            if sites and left < sum(site.params(1) for site in sites):
+                continue
+            units = units_by_layer(attention, common_offset(sites, left) if sites else 0.0, left)
+            chosen = (n for layer in units for n in layer)
+            miss = abs(left - sum(site.params(n) for site, n in zip(sites, chosen, strict=True)))
+            if miss <= slack:
+                return width, units
+            best = min(best, (miss, width, units))
+        return best[1:]
 
     def fields(self, i: int, width: int) -> dict[str, Any]:
         ranks = self.neuron_logits[i].argsort(dim=-1, descending=True, stable=True)

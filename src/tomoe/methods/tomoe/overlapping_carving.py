@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tomoe.model.shape import ModelShape
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.allocation import bisected
-from tomoe.plans.partition.experts import FLOAT32
+from tomoe.plans.partition.elimination import backward_elimination, error_matrix
 
 KMEANS_STEPS = 20
 ROUTER_CONFIDENCE = 0.9
@@ -57,9 +56,9 @@ def rank_neurons(
     ranks = []
     total = torch.zeros(len(widths), dtype=torch.float64)
     for n in range(num_experts):
-        expert_h = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
-        # in place and freed before the next expert: with 11,008 neurons such a matrix takes half a GB
-        expert_ranks, loss = backward_elimination((expert_h.T @ expert_h).mul_(down_gram).div_(len(h)))
+        own = expert_ids == n
+        # freed before the next expert
+        expert_ranks, loss = backward_elimination(error_matrix(h[own], weight[own], down_gram, len(h)))
         ranks.append(expert_ranks)
         total = total + loss[list(widths)].double().cpu()
     return torch.stack(ranks), total
@@ -86,34 +85,3 @@ def confident_scale(logits: Float[Tensor, "T N"]) -> float:
     Cosines differ by hundredths, Gumbel noise by ones: without the factor, sampling would route at random.
     """
     return bisected(0.0, 1e4, 50, lambda x: float((x * logits).softmax(-1).amax(-1).mean()) < ROUTER_CONFIDENCE)
-
-
-def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
-    """Order dims whose joint loss is the quadratic form s^T `error` s of the dropped set s.
-
-    Returns ranks (0 is dropped last) and the loss with 0, 1, .. F dims kept.
-    """
-    size = len(error)
-    marginal = error.diagonal().clone()
-    ranks = torch.zeros(size, dtype=torch.long, device=error.device)
-    loss = error.new_zeros(size + 1)
-    for kept in range(size - 1, -1, -1):
-        # An index of one number; a GPU would have to be waited for to know the number itself.
-        dropped = marginal.argmin().view(1)
-        ranks.index_fill_(0, dropped, kept)
-        loss[kept] = marginal.index_select(0, dropped)[0]
-        marginal.add_(error.index_select(0, dropped)[0], alpha=2)
-        marginal.index_fill_(0, dropped, torch.inf)
-    return ranks, loss.flip(0).cumsum(0).flip(0)
-
-
-def overlapping_bytes(shape: ModelShape, num_experts: int, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes that the carve of one layer holds of so many calibration tokens, whose activations are of `dtype`."""
-    own, hidden, size = dtype.itemsize, shape.hidden_size, shape.mlp_size
-    # the layer's input, the input and output of the MLP; before it is carved, three matrices of activations
-    rest, running = 3 * hidden * own, 3 * size * own
-    # activations; inputs in float32 and of unit length, activations in float32, and those of one expert's tokens twice
-    held = size * own + (FLOAT32 * (hidden + size) if own < FLOAT32 else 0)
-    held += FLOAT32 * (hidden + 2 * size // num_experts)
-    # two Gram matrices
-    return tokens * rest + max(tokens * running, tokens * held + 2 * FLOAT32 * size**2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -49,6 +49,14 @@ def evened(units: Sequence[int], most: int) -> list[int]:
     each, left = divmod(sum(units[i] for i in others), len(others))
     even = dict(zip(others, [each + 1] * left + [each] * (len(others) - left), strict=True))
     return [even.get(i, n) for i, n in enumerate(units)]
+
+
+def common_widths(mean: float, multiple: int, most: int) -> Iterator[int]:
+    """Widths next to `mean`, the nearest first: multiples of `multiple`, then of its half, its quarter and so on, down to 1."""
+    while multiple:
+        below = int(mean // multiple) * multiple
+        yield from sorted({min(max(w, 1), most) for w in (below, below + multiple)}, key=lambda w: abs(w - mean))
+        multiple //= 2
 
 
 def bisected(low: float, high: float, steps: int, too_low: Callable[[float], bool]) -> float:
