@@ -44,8 +44,8 @@ jaxtyping.install_import_hook(sorted(SHAPED), "beartype.beartype")
 
 import pytest
 import torch
-from jaxtyping import Int, config
-from torch import Tensor
+from jaxtyping import Float, Int, config
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -70,11 +70,13 @@ from tomoe.methods.tomoe.network import MaskNetwork
 from tomoe.methods.tomoe.networks import mask_network
 from tomoe.methods.tomoe.objective import MaskStep
 from tomoe.methods.tomoe.projection import Projection
+from tomoe.model.mlp import Linear, Mlp, MlpNames
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plans import ALWAYS, Plan
+from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.layouts import FineLayout, OverlappingLayout
 from tomoe.progress import no_stage_progress
 from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
@@ -208,6 +210,24 @@ def fine_fraction(net: FineNetwork) -> float:
     s = net.shape
     widths = [(net.width(i), s.head_dim, s.head_dim) for i in range(s.num_layers)]
     return float(active_params(s, widths)) / decoder_params(s)
+
+
+def activations(
+    x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"], down: Float[Tensor, "D F"]
+) -> Activations:
+    """What an MLP reads, what its down projection reads, and the weight of each token, all of one sequence.
+
+    The MLP has this down projection; its gate and up projection are random, so `h` is not what they compute.
+    """
+    (neurons, hidden), names = (h.shape[1], x.shape[1]), MlpNames("gate", "up", "down")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        module = nn.ModuleDict({name: nn.Linear(hidden, neurons, bias=False) for name in ("gate", "up")})
+        module["down"] = nn.Linear(neurons, hidden, bias=False)
+    module.requires_grad_(False)["down"].weight.copy_(down)
+    gate, up, down_proj = (Linear(module[name]) for name in ("gate", "up", "down"))
+    mlp = Mlp(0, module, "mlp", module, names, gate, up, down_proj, nn.functional.silu, None)
+    return Activations(mlp, x, h, weight, down, torch.zeros(len(x), dtype=torch.long))
 
 
 _plans: dict[tuple[object, ...], Plan] = {}

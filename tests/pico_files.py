@@ -63,7 +63,7 @@ TUNED = ("data.seq_len=16", "data.tokens=1200", "data.calibration_tokens=128", "
 
 # a small conversion whose tokens choose inputs
 INPUTS = [
-    "--form=inputs",
+    "--method=inputs",
     *(
         f"--set={key}={SMALL[key]}"
         for key in ("train.dtype", "data.seq_len", "data.calibration_tokens", "data.evaluation_tokens")

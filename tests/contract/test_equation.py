@@ -18,11 +18,11 @@ from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tok
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
+from tomoe.methods.tomoe.method import new_network
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, Way
-from tomoe.pipeline.steps import new_network
 from tomoe.plans import Plan
 from tomoe.plans.masking import masked, planned_masks
 from tomoe.plans.partition.layouts import FineLayout, settle_layout

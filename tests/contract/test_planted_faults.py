@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 import tomoe.plans.masking as masking
 from conftest import make_pico, make_plan, tokens
-from tomoe.methods.tomoe import attention_masks, overlapping
 from tomoe.methods.tomoe.gumbel import gumbel_of, uniform_noise
 from tomoe.model.shape import ModelShape
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
-from tomoe.plans import Plan
+from tomoe.plans import Plan, attention_masks, planned_experts
 from tomoe.plans.routing import Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -119,7 +118,7 @@ def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.Mo
     def noisy(logits: Tensor) -> Routing:
         return route(logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0)))
 
-    monkeypatch.setattr(overlapping, "route", noisy)
+    monkeypatch.setattr(planned_experts, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED
 
 

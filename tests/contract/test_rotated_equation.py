@@ -17,11 +17,10 @@ import tomoe.moe.fold as fold_module
 from conftest import make_network, make_pico, make_plan, tokens, write_export
 from tomoe.exporting.choice import choose
 from tomoe.exporting.target import Options
-from tomoe.methods.tomoe import attention_masks
 from tomoe.model.attention import rotate_heads, rotate_weights
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.plans import Plan
+from tomoe.plans import Plan, attention_masks
 from tomoe.plans.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 

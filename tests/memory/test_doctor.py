@@ -13,6 +13,7 @@ from conftest import make_pico
 from pico_files import CommandLine, write_pico
 from tomoe.errors import UserError
 from tomoe.memory import doctor, estimate
+from tomoe.methods.registry import settled
 from tomoe.model.structure import shape_of
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.tuning_memory import Tuning
@@ -49,10 +50,9 @@ def test_remedies_are_settings_with_which_training_may_fit(deep: Path, monkeypat
     changes = ["train.steps=10", "train.batch_size=8", "train.dtype=float32", "repair.mode=none"]
     recipe = Recipe.load(None, [f"model={deep}", *changes])
     found = doctor.examine(recipe)
-    layout = estimate.layout_of(recipe, found.sizes.shape)
 
     def needed(*settings: str) -> int:
-        return estimate.least_memory(found.sizes, recipe.changed(settings), layout)[0].total
+        return estimate.least_memory(found.sizes, *settled(recipe.changed(settings)))[0].total
 
     checkpointed, shorter, single = "train.gradient_checkpointing=true", "data.seq_len=256", "train.batch_size=1"
     assert needed(single) < needed(checkpointed) < needed(shorter) < needed()
@@ -97,7 +97,7 @@ def test_the_doctor_says_what_is_always_read(tomoe: CommandLine, deep: Path) -> 
     shown = tomoe("doctor", deep, "--active", "0.5", "--set", "device=cpu").out
     assert f"{decoding.speedup(0.5):.1f} times at 50%" in shown
     assert "in Q4_K" in shown
-    inputs = tomoe("doctor", deep, "--form", "inputs", "--set", "device=cpu").out
+    inputs = tomoe("doctor", deep, "--method", "inputs", "--set", "device=cpu").out
     assert "in bf16." in inputs, "there is no GGUF of them"
 
 

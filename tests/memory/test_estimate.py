@@ -10,39 +10,53 @@ from typing import Any
 
 import pytest
 import torch
-from tomoe.pruning import fine_carving
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from conftest import make_pico, make_plan, mask_step, tokens
+from conftest import PICO, make_pico, make_plan, mask_step, tokens
 from pico_files import CommandLine, small, write_pico
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
 from tomoe.methods.inputs import input_costs
+from tomoe.methods.registry import settled
 from tomoe.methods.tomoe.carving import carve_
+from tomoe.methods.tomoe.method import ToMoE, new_network, trainable_bytes
 from tomoe.methods.tomoe.networks import mask_network
+from tomoe.methods.tomoe.overlapping_carving import overlapping_bytes
 from tomoe.model import base_weights
+from tomoe.model.activation_memory import activation_bytes
 from tomoe.model.loading import load_config
 from tomoe.model.projections import groups_of
+from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
-from tomoe.pipeline.steps import new_network
-from tomoe.plans.partition.layouts import OverlappingLayout, settle_layout
+from tomoe.plans.partition import experts as partition
+from tomoe.plans.partition.experts import fine_bytes
+from tomoe.plans.partition.layouts import FineLayout, Layout, OverlappingLayout, settle_layout
 from tomoe.plans.repair.equations import NormalEquations, refit
 from tomoe.plans.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.shared import DataSection
 from tomoe.training.loop import activation_checkpointing, make_optimizer
 
-LAYOUT = OverlappingLayout(num_experts=4, width_multiple=32)
+LAYOUT = OverlappingLayout(num_experts=4, width_multiple=1)
 WIDE = {"num_hidden_layers": 6, "intermediate_size": 512, "hidden_size": 64}
 
 
 def a_recipe(*changes: str) -> Recipe:
-    sizes = ["experts.form=overlapping", "experts.num_experts=4", "experts.embedding_size=8"]
-    return Recipe.load(None, ["train.steps=500", "train.dtype=float32", "data.seq_len=128", *sizes, *changes])
+    sizes = ["form=overlapping", "num_experts=4", "embedding_size=8", "width_multiple=1"]
+    return Recipe.load(
+        None,
+        [
+            "train.steps=500",
+            "train.dtype=float32",
+            "data.seq_len=128",
+            *(f"experts.{size}" for size in sizes),
+            *changes,
+        ],
+    )
 
 
 class _Kept(Exception):
@@ -106,13 +120,13 @@ def test_what_waits_for_the_backward_pass(
     recipe = a_recipe(f"attention.pruning={attention}", "attention.rotate_values=false")
     shape = shape_of(make_pico(family, **WIDE))
     kept = kept_for_backward(family, recipe, dtype, monkeypatch)
-    drawn = estimate.mask_bytes(shape, LAYOUT)
-    counted = estimate.activation_bytes(shape, dtype, 256, False, attention, 4)
+    drawn = ToMoE().peak(recipe, shape, dtype, PICO["vocab_size"])["masks of experts"]
+    counted = activation_bytes(shape, dtype, 256, False, attention, 4)
     assert counted + drawn == pytest.approx(kept, rel=estimate.MARGIN)
     checkpointed = recipe.changed(["train.gradient_checkpointing=true"])
     kept = kept_for_backward(family, checkpointed, dtype, monkeypatch)
     # and a layer that runs again
-    counted = estimate.activation_bytes(shape, dtype, 256, True, attention, 4) - counted * 2 // 11
+    counted = activation_bytes(shape, dtype, 256, True, attention, 4) - counted * 2 // 11
     assert counted + drawn == pytest.approx(kept, rel=estimate.MARGIN)
 
 
@@ -127,9 +141,15 @@ def test_what_is_learned(attention: str) -> None:
     held = [t for m in (net.parameters(), net.buffers()) for t in m]
     held += [p.grad for p in net.parameters() if p.grad is not None]
     held += [t for slots in optimizer.state.values() for key, t in slots.items() if key != "step"]
-    assert estimate.trainable_bytes(net, learns=True) == sum(t.nbytes for t in held)
+    assert trainable_bytes(net, learns=True) == sum(t.nbytes for t in held)
     stored = sum(t.nbytes for m in (net.parameters(), net.buffers()) for t in m)
-    assert estimate.trainable_bytes(net, learns=False) == stored
+    assert trainable_bytes(net, learns=False) == stored
+
+
+def held_by_the_carve(layout: Layout, shape: ModelShape, dtype: torch.dtype, tokens: int) -> int:
+    if isinstance(layout, FineLayout):
+        return fine_bytes(shape, layout, dtype, tokens)
+    return overlapping_bytes(shape, layout.num_experts, dtype, tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,13 +157,14 @@ def test_what_is_learned(attention: str) -> None:
 def test_what_a_carve_holds_of_all_calibration_tokens(
     form: str, experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fine_carving, "ERROR_TOKENS", 16)
+    monkeypatch.setattr(partition, "ERROR_TOKENS", 16)
     sizes = [f"experts.form={form}", f"experts.num_experts={experts}", "active=0.625", "data.calibration_tokens=2048"]
     recipe, model = Recipe.load(None, sizes), make_pico("llama", intermediate_size=256).to(dtype)
     layout = settle_layout(recipe, shape_of(model))
     net = new_network(recipe, model)
     ids = tokens(64, 32)
-    counted = estimate.calibration_bytes(shape_of(model), dtype, layout, recipe.data)
+    of_all = shape_of(model), dtype, recipe.data.calibration_tokens
+    counted = held_by_the_carve(layout, *of_all)
     with Peak(model.parameters()) as peak:
         carve_(net, model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.active, 0)
     assert counted == pytest.approx(peak.bytes, rel=estimate.MARGIN)
@@ -152,8 +173,8 @@ def test_what_a_carve_holds_of_all_calibration_tokens(
 @pytest.mark.parametrize("vocab_size", [64, 4096])
 def test_choosing_inputs_holds_one_sequence_at_a_time(vocab_size: int) -> None:
     model = make_pico("qwen2", **WIDE, vocab_size=vocab_size)
-    recipe = Recipe.load(None, ["experts.form=inputs", "train.dtype=float32"])
-    choosing, _ = estimate.least_memory(estimate.sizes_of(model.config, recipe), recipe, None)
+    inputs, recipe = settled(Recipe.load(None, ["method.name=inputs", "train.dtype=float32"]))
+    choosing, _ = estimate.least_memory(estimate.sizes_of(model.config, recipe), inputs, recipe)
     ids = tokens(3, recipe.data.seq_len)
     with Peak(model.parameters()) as peak:
         input_costs(model, groups_of(model), ids, torch.ones_like(ids, dtype=torch.bool), seed=0)
@@ -224,13 +245,13 @@ def test_repair_counts_streams_and_the_plan(mode: str, monkeypatch: pytest.Monke
     ids = tokens(4, 16)
     plan = repair_plan(make_plan(model, "off"), model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.repair)
     sizes = estimate.sizes_of(model.config, recipe)
-    carving, repair, folding = estimate.least_memory(sizes, recipe.changed(["train.steps=0"]), LAYOUT)
+    carving, repair, folding = estimate.least_memory(sizes, *settled(recipe.changed(["train.steps=0"])))
     assert (carving.stage, repair.stage, folding.stage) == ("carving", "repair", "folding")
     assert repair.parts["hidden states"] == sum(t.nbytes for t in streams if t.shape[:2] == ids.shape)
     refits = sum(t.nbytes for layer in plan.layers for t in layer.refit.values())
     assert repair.parts["refitted projections"] == folding.parts["refitted projections"] == refits
     assert refits < 4 * 2 * 32 * 256 or mode == "full"
-    bare = estimate.least_memory(sizes, recipe.changed(["train.steps=0", "repair.mode=none"]), LAYOUT)
+    bare = estimate.least_memory(sizes, *settled(recipe.changed(["train.steps=0", "repair.mode=none"])))
     assert [need.stage for need in bare] == ["carving", "folding"]
     assert folding.total - bare[1].total == refits
 
@@ -260,7 +281,7 @@ def test_hidden_states_in_a_file_take_no_memory() -> None:
 def stages(folder: Path, recipe: Recipe) -> tuple[estimate.MemoryEstimate, ...]:
     """What converting the model in a folder needs."""
     sizes = estimate.sizes_of(load_config(str(folder)), recipe)
-    return estimate.least_memory(sizes, recipe, settle_layout(recipe, sizes.shape))
+    return estimate.least_memory(sizes, *settled(recipe))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +380,7 @@ def test_the_measured_peaks_of_a_large_model(monkeypatch: pytest.MonkeyPatch) ->
     )
     paper, default = Recipe.load("paper", ["active=0.5"]), Recipe(active=0.5)
     sizes = estimate.sizes_of(config, paper)
-    training, *_ = estimate.least_memory(sizes, paper, estimate.layout_of(paper, sizes.shape))
+    training, *_ = estimate.least_memory(sizes, *settled(paper))
     assert training.total == pytest.approx(36e9, rel=estimate.MARGIN)
     assert estimate.main_memory(estimate.sizes_of(config, default), default).total == pytest.approx(
         18e9, rel=estimate.MARGIN
@@ -380,5 +401,5 @@ def test_the_measured_peak_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> 
     changes = ["experts.form=overlapping", "train.steps=500", "train.compute_dtype=stored", "repair.mode=none"]
     recipe = Recipe.load(None, [*changes, "device=cpu", "data.seq_len=512"])
     sizes = estimate.sizes_of(config, recipe)
-    training, *_ = estimate.least_memory(sizes, recipe, estimate.layout_of(recipe, sizes.shape))
+    training, *_ = estimate.least_memory(sizes, *settled(recipe))
     assert training.total + 0.6e9 == pytest.approx(1.63e9, rel=estimate.MARGIN)

@@ -11,26 +11,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import make_pico, tokens
+from conftest import activations, make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.errors import UserError
-from tomoe.methods.carve import (
-    ROUTER_RIDGE,
-    FineStart,
-    RidgeRegression,
-    balanced_assignment,
-    balanced_clusters,
-    carve_fine,
-    error_curve,
-)
-from tomoe.methods.tomoe import carving
+from tomoe.methods import carve
+from tomoe.methods.carve import Carve, balanced_assignment, balanced_clusters
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
-from tomoe.methods.tomoe.network import Activations, MaskNetwork
+from tomoe.methods.tomoe.method import new_network
+from tomoe.methods.tomoe.network import MaskNetwork
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
-from tomoe.pipeline.steps import new_network
+from tomoe.plans.partition import experts as partition
+from tomoe.plans.partition import routers
+from tomoe.plans.partition.activations import Activations
+from tomoe.plans.partition.experts import FineLayer, error_curve, fine_layer, room_of
 from tomoe.plans.partition.layouts import FineLayout, OverlappingLayout, settle_layout
+from tomoe.plans.partition.routers import ROUTER_RIDGE, RidgeRegression
 from tomoe.recipe.conversion import ExpertsSection, Recipe
 
 SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 64, True)
@@ -143,7 +140,7 @@ def test_the_error_curve_is_the_convex_hull_of_what_is_computed_directly(seed: i
     expected = direct_losses(logits, h, down, expert)
     # a neuron can cancel another, so errors need not be convex, nor even fall
     routed = expert >= 0
-    curve = error_curve(logits, h[:, routed], down[:, routed], expert[routed], FineLayout(8, 2, 3, 4)).tolist()
+    curve = error_curve(logits, h[:, routed], down[:, routed], expert[routed]).tolist()
     assert curve == pytest.approx(lower_hull(expected), rel=1e-4, abs=1e-4)
     assert all(b - a <= c - b + 1e-6 for a, b, c in zip(curve, curve[1:], curve[2:], strict=False))
 
@@ -353,8 +350,8 @@ def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -
 def test_layers_get_equally_many_experts_unless_their_error_leaves_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_pico("llama", intermediate_size=512, num_hidden_layers=4)
     recipe, wanted = Recipe(active=0.6, experts=fine(num_experts=32, expert_size=12)), list[int]()
-    given = carving.evened
-    monkeypatch.setattr(carving, "evened", lambda units, most: wanted.extend(units) or given(units, most))
+    given = partition.evened
+    monkeypatch.setattr(partition, "evened", lambda units, most: wanted.extend(units) or given(units, most))
     used = carved(model, recipe).experts_per_token.tolist()
     others = [(own, even) for own, even in zip(wanted, used, strict=True) if own < 32]
     assert sum(wanted) == sum(used)
@@ -365,7 +362,7 @@ def test_layers_get_equally_many_experts_unless_their_error_leaves_them_whole(mo
 def test_a_layout_for_a_gpu_leaves_no_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole layer would use more experts than fused routing takes, and leave the others few."""
     model = make_pico("llama", intermediate_size=2304, num_hidden_layers=4)
-    monkeypatch.setattr(carving, "allocate", lambda losses, params, budget: [16, 5, 2, 2])
+    monkeypatch.setattr(partition, "allocate", lambda losses, params, budget: [16, 5, 2, 2])
     shape = shape_of(model)
     widths = [(256 + 128 * top_k, shape.head_dim, shape.head_dim) for top_k in (7, 6, 6, 6)]
     active = active_params(shape, widths) / decoder_params(shape)
@@ -379,9 +376,13 @@ def test_a_layout_for_a_gpu_leaves_no_layer_whole(monkeypatch: pytest.MonkeyPatc
 BLOCKS, SIZE, ALWAYS_ON = 6, 4, 5
 
 
+def carved_layer(seen: Activations, layout: FineLayout, seed: int) -> FineLayer:
+    return fine_layer(Carve().experts, seen, replace(room_of(layout, 0, 1, 0), seed=seed))
+
+
 def planted(
     seed: int, blocks: int = BLOCKS, noise: float = 0.05
-) -> tuple[FineStart, Float[Tensor, "T D"], Int[Tensor, " T"], Int[Tensor, " F"]]:
+) -> tuple[FineLayer, Float[Tensor, "T D"], Int[Tensor, " T"], Int[Tensor, " F"]]:
     """Tokens of several directions; for each a block of neurons fires, and five neurons fire for all of them."""
     generator = torch.Generator().manual_seed(seed)
     count, hidden = 600, 16
@@ -395,7 +396,7 @@ def planted(
     )
     down = torch.randn(hidden, len(block), generator=generator)
     down = down / down.norm(dim=0)
-    start = carve_fine(Activations(x, h, torch.ones(count), down), FineLayout(blocks, SIZE, ALWAYS_ON, 1), seed=seed)
+    start = carved_layer(activations(x, h, torch.ones(count), down), FineLayout(blocks, SIZE, ALWAYS_ON, 1), seed)
     return start, x, kind, block
 
 
@@ -418,8 +419,8 @@ def test_activations_stay_as_they_are_and_may_be_bfloat16() -> None:
     x, h, down = (torch.randn(*shape, generator=generator) for shape in ((400, 16), (400, 40), (16, 40)))
     weight, layout = torch.rand(400, generator=generator), FineLayout(8, 4, 8, 2)
     stored = h.bfloat16()
-    start = carve_fine(Activations(x, stored, weight, down), layout, seed=0)
-    same = carve_fine(Activations(x, h.bfloat16().float(), weight, down), layout, seed=0)
+    start = carved_layer(activations(x, stored, weight, down), layout, 0)
+    same = carved_layer(activations(x, h.bfloat16().float(), weight, down), layout, 0)
     assert torch.equal(stored, h.bfloat16())
     for name, tensor in vars(start).items():
         assert torch.equal(tensor, getattr(same, name)), name
@@ -428,7 +429,7 @@ def test_activations_stay_as_they_are_and_may_be_bfloat16() -> None:
 def test_moving_neurons_to_the_tokens_that_need_them_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the clusters mix blocks, because there are too many of them to be found at once: for about half of the seeds."""
 
-    def mixes(start: FineStart, block: Tensor) -> bool:
+    def mixes(start: FineLayer, block: Tensor) -> bool:
         return any(len(start.expert_of_neuron[block == b].unique()) > 1 for b in range(12))
 
     with monkeypatch.context() as patch:

@@ -11,13 +11,13 @@ from pico_files import pico_recipe, write_pico, write_text
 from stored_models import edit_config, edit_tensors
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
+from tomoe.methods.registry import settled
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import load_dense, load_model
 from tomoe.pipeline.convert import convert
 from tomoe.pipeline.stages import plan, train
 from tomoe.plans import Plan
-from tomoe.plans.partition.layouts import OverlappingLayout
 from tomoe.recipe.conversion import Recipe
 
 
@@ -113,8 +113,7 @@ def test_weights_that_are_read_layer_by_layer_keep_their_dtype(monkeypatch: pyte
 def test_float32_products_are_counted_in_memory(folder: Path) -> None:
     config = load_dense(str(folder / "dense"), torch.bfloat16).config
     recipes = [Recipe.load(None, ["device=cpu", f"train.compute_dtype={dtype}"]) for dtype in ("stored", "float32")]
-    layout = OverlappingLayout(8, 32)
-    half, whole = (least_memory(sizes_of(config, recipe), recipe, layout)[0].parts for recipe in recipes)
+    half, whole = (least_memory(sizes_of(config, recipe), *settled(recipe))[0].parts for recipe in recipes)
     assert 2 * half["weights in bfloat16"] == whole["weights in float32"]
 
 

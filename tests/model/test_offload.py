@@ -22,6 +22,7 @@ from tomoe.model.structure import check_output
 from tomoe.moe import checkpoint
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold
+from tomoe.pipeline import stages
 from tomoe.pipeline.convert import convert
 from tomoe.recipe.conversion import Recipe
 

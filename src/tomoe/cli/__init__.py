@@ -70,6 +70,7 @@ from tomoe import distributed
 from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
 from tomoe.cli.carve import carve
+from tomoe.cli.compare import compare
 from tomoe.cli.console import one_line, only_notes
 from tomoe.cli.convert import convert
 from tomoe.cli.doctor import doctor
@@ -78,6 +79,7 @@ from tomoe.cli.export import export
 from tomoe.cli.finetune import finetune
 from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
+from tomoe.cli.methods import methods
 from tomoe.cli.plan import plan
 from tomoe.cli.repair import repair
 from tomoe.cli.report import report
@@ -106,7 +108,7 @@ app = typer.Typer(
 VERBS = {
     "Convert": (doctor, convert, carve, repair, finetune),
     "Convert stage by stage": (train, plan, apply),
-    "Look and measure": (evaluate, generate, report, inspect, route, benchmark),
+    "Look and measure": (evaluate, compare, generate, report, inspect, route, benchmark, methods),
     "Use elsewhere": (export,),
 }
 for panel, verbs in VERBS.items():

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
+from pydantic import ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,6 +31,7 @@ from tomoe.training.run_folder import Checkpoint, RunFolder
 class MethodConfig(BaseRecipe):
     """The settings of a method: fields with defaults. Raises UserError, in one sentence, for a key or value that it has not."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
     CALLED: ClassVar[str] = "the settings of the method"
 
 
@@ -87,6 +89,9 @@ class Method:
         "experts.form": "fine",
     }
     """Recipe keys that must have these values."""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__dict__.get("name") or cls.__name__
 
     def __init__(self, **settings: Any) -> None:
         self.config = self.Config(**settings)

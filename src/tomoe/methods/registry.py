@@ -43,7 +43,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> type[Method]:
-    """The class of a method: a registered name, or FILE.py:CLASS. Raises UserError if there is none."""
+    """The class of a method: a registered name, or FILE.py:CLASS. Raises UserError if there is none, or if it is not one."""
     if name in _FOUND:
         return _FOUND[name]
     path, colon, class_name = name.rpartition(":")
@@ -75,9 +75,7 @@ def _in_file(path: Path, class_name: str) -> type[Method]:
         raise UserError(f"the file {path} cannot be run: {type(error).__name__}: {error}") from error
     if not hasattr(module, class_name):
         raise UserError(f"the file {path} has no class {class_name}")
-    found = _checked(getattr(module, class_name), f"{path}:{class_name}")
-    found.name = found.name or class_name
-    return found
+    return _checked(getattr(module, class_name), f"{path}:{class_name}")
 
 
 def _checked(found: Any, name: str) -> type[Method]:
@@ -86,14 +84,14 @@ def _checked(found: Any, name: str) -> type[Method]:
     return found
 
 
-def settled(recipe: Recipe) -> tuple[Method, Recipe]:
-    """The method of a recipe with its settings, and the recipe with all that the method implies.
+def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recipe]:
+    """The method of a recipe with its settings, or the one that is given, and the recipe with all that the method implies.
 
     Raises UserError for an unknown method or setting, and for keys of the recipe that do not go with the method.
     """
-    found = find(recipe.method.name or _implied(recipe))
-    settings = {key: value for key, value in (recipe.method.model_extra or {}).items()}
-    method = found(**settings)
+    if method is None:
+        method = find(recipe.method.name or _implied(recipe))(**recipe.method.model_extra or {})
+    found = type(method)
     name = recipe.method.name or found.name
     whole = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
     keys = whole.flatten()

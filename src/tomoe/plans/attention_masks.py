@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,7 @@ class PlannedAttention:
         return largest(self.value_logits(x), self.top_k) if self.value_router else self.value_mask
 
 
+@runtime_checkable
 class AttentionMasks(Protocol):
     """The masks of the attention of one layer."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from tomoe.plans.planned_experts import PLANNED
 from tomoe.plans.routing import Routing
 
 
+@runtime_checkable
 class LayerMasks(Protocol):
     """The masks of one layer: those of a plan, or those that a step of training samples."""
 

@@ -55,6 +55,11 @@ class BaseRecipe(Section):
             raise UserError(f"{origin}: {error}") from None
         return recipe.changed(overrides) if overrides else recipe
 
+    @classmethod
+    def of(cls, keys: Mapping[str, Any]) -> Self:
+        """The recipe with these values at `section.key`. Raises UserError for a key or value that is not allowed."""
+        return cls.load(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+
     def changed(self, overrides: Sequence[str]) -> Self:
         """The same recipe with `section.key=value` overrides. Raises UserError for a key or value that is not allowed."""
         # a default may depend on another key, so only what was set is kept

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from tomoe.errors import UserError, shortened
+from tomoe.errors import UserError
 from tomoe.recipe.base import Section
 from tomoe.recipe.shared import DataSection, LoopSection, RunRecipe
 from tomoe.recipe.target_rules import TARGET_RULES, Format
@@ -131,8 +131,6 @@ class TrainSection(LoopSection):
     """Dtype of the frozen base's products: `stored` (as `dtype`), `float32`, or `auto`: float32 on a processor without bfloat16
     instructions, about twice as fast and in twice the memory, else `stored`. A base that is offloaded or sharded computes
     as stored."""
-    quantization: Literal["none"] = "none"
-    """The frozen base has its weights as `dtype` says."""
     shard: bool = False
     """Shard the frozen base over the ranks of torchrun (FSDP2)."""
     compile: Literal["auto"] | bool = "auto"
@@ -150,15 +148,6 @@ class TrainSection(LoopSection):
         if self.compile is True and self.shard:
             raise UserError("train.compile = true needs a base that is not sharded; set it to auto")
         return self
-
-    @field_validator("quantization", mode="before")
-    @classmethod
-    def _no_quantization(cls, value: object) -> object:
-        if value != "none":
-            raise UserError(
-                f"train.quantization is {shortened(repr(value))}, but the frozen base is not quantized any more; set it to none"
-            )
-        return value
 
 
 class Recipe(RunRecipe):

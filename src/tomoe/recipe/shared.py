@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tomoe.errors import UserError, shortened
+from tomoe.errors import UserError
 from tomoe.recipe.base import BaseRecipe, Section
 
 MAX_LEARNING_RATE = 1e37  # AdamW divides it by a tenth in the first step, and what comes out must be a float32
@@ -112,7 +112,7 @@ class RunRecipe(BaseRecipe):
 
     # Where to compute and how often to write do not change what is learned.
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
-        {"device", "report_to", "train.compile", "train.log_every", "train.save_every"}
+        {"device", "train.compile", "train.log_every", "train.save_every"}
     )
     model: str = ""
     """The model to start from."""
@@ -120,8 +120,6 @@ class RunRecipe(BaseRecipe):
     """Random seed."""
     device: str = "auto"
     """`auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
-    report_to: Literal["none"] = "none"
-    """No tracker; `RUN/metrics.jsonl` has a line of JSON a step."""
     if TYPE_CHECKING:  # each kind of run declares these itself, after its other sections: keys keep that order
         train: LoopSection
         data: DataSection
@@ -129,16 +127,6 @@ class RunRecipe(BaseRecipe):
     def fitted_tokens(self) -> int:
         """Tokens of training and calibration text that are fitted to in closed form, at most."""
         return 0
-
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _no_tracker(cls, value: object) -> object:
-        if value != "none":
-            raise UserError(
-                f"report_to is {shortened(repr(value))}, but tomoe reports to no tracker; set it to none, and let the tracker "
-                "read metrics.jsonl in the folder of the run"
-            )
-        return value
 
     @model_validator(mode="after")
     def _enough_text(self) -> Self:

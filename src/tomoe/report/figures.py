@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,8 @@ from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.report.style import COLORS, DASHES, INK, MARKERS, SHADES, CaptionedFigure, canvas, styled
 from tomoe.report.words import WORDS
 
+# as many methods as are told apart
+METHOD_COLORS = (*COLORS, "#e69f00", "#56b4e9", INK)
 LABELLED = 16  # points that still have room for their number
 HIGHEST = 1e100  # of a value that is drawn
 NUMBER: dict[str, Any] = {  # how one stands beside what it belongs to: no line runs through it
@@ -21,6 +24,16 @@ NUMBER: dict[str, Any] = {  # how one stands beside what it belongs to: no line 
     "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
 }
 Metrics = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class MethodPoint:
+    """One method at one budget, for `methods_figure`."""
+
+    method: str
+    share: float  # of the decoder parameters and routers that a token uses
+    kl: float  # to the dense model, nats
+    repaired: bool
 
 
 def all_figures(plan: AnyPlan, metrics: Metrics = (), dial: Sequence[Row] = ()) -> list[CaptionedFigure]:
@@ -138,6 +151,33 @@ def training_figure(metrics: Metrics) -> CaptionedFigure | None:
         f"{smooth[-1]:.3g} nats.",
         "Every step draws other text, and other masks where these are learned, so it jumps. All terms of the loss are in "
         "run/metrics.jsonl.",
+        figure,
+    )
+
+
+@styled
+def methods_figure(points: Sequence[MethodPoint]) -> CaptionedFigure:
+    """KL to the dense model by active share, a line for each method; dashed before the repair."""
+    figure, (axes,) = canvas(3.6)
+    named = list(dict.fromkeys(point.method for point in points))
+    for n, method in enumerate(named):
+        color, marker = METHOD_COLORS[n % len(METHOD_COLORS)], MARKERS[n % len(MARKERS)]
+        for repaired in (True, False):
+            line = sorted((p.share, p.kl) for p in points if (p.method, p.repaired) == (method, repaired))
+            if line:
+                style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "-" if repaired else ":"}
+                axes.plot(*zip(*line, strict=True), **style, label=method + (", repaired" if repaired else ""))
+    axes.set_yscale("log")
+    axes.set_ylabel("KL from the dense model, nats")
+    axes.set_xlabel("decoder parameters that a token uses, routers included")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    figure.legend(loc="outside upper left", ncols=2)
+    numbers = ", ".join(f"{p.method}{' repaired' * p.repaired} {p.kl:.3g} at {p.share:.0%}" for p in points)
+    return CaptionedFigure(
+        "methods",
+        "Methods on one text",
+        f"Line chart of the KL divergence from the dense model by active share: {numbers}.",
+        "Lower is better. All methods calibrate on the same text.",
         figure,
     )
 
