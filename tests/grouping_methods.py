@@ -14,6 +14,7 @@ from tomoe.plans import Plan
 METHODS = {
     "carve": True,
     "random_split": False,
+    "cmoe": True,
 }
 EXPERTS, SIZE, USED = 8, 4, 3
 
