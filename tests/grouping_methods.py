@@ -15,6 +15,7 @@ METHODS = {
     "carve": True,
     "random_split": False,
     "cmoe": True,
+    "expert_weaver": True,
 }
 EXPERTS, SIZE, USED = 8, 4, 3
 
