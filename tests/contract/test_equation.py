@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
+from grouping_methods import METHODS, plan_by
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
@@ -94,6 +95,20 @@ def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementat
         for backend in backends:
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", ["qwen2", "phi"])
+def test_the_plan_of_a_method_folded_and_reloaded(family: str, name: str, tmp_path: Path) -> None:
+    dense = make_pico(family)
+    plan = plan_by(name, dense)
+    folded = fold(dense, plan)
+    save_moe(folded, plan, None, tmp_path / "moe")
+    ids = clear_tokens(folded, lambda seed: tokens(2, 24, seed))
+    meant = meaning(dense, plan, ids)
+    assert (meant - dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
+    for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
+        assert_same(moe(ids).logits, meant)
 
 
 @pytest.mark.parametrize("case", CELLS[-2:], indirect=True, ids="-".join)

@@ -10,7 +10,6 @@ Shapes, and the letters at the ends of names: T tokens, t some of them, D hidden
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -19,41 +18,13 @@ from torch import Tensor
 from tomoe.methods.base import Method
 from tomoe.methods.registry import method
 from tomoe.plans.partition.activations import Activations
+from tomoe.plans.partition.clusters import balanced_assignment, balanced_clusters
 from tomoe.plans.partition.experts import COMPARED_TOKENS, SHARED, Experts, Room
 from tomoe.plans.partition.routers import RidgeRegression, expert_energy
 from tomoe.plans.routing import largest
 
-CLUSTER_STEPS, REASSIGNMENTS = 8, 2
+REASSIGNMENTS = 2
 PIECE_TOKENS = 4096  # tokens whose activations are held in float32 at once
-
-
-def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
-    """Assign each row to a column of high score, `size` rows to a column; those that lose most by another go first."""
-    best = scores.topk(min(2, scores.shape[1]), dim=1).values
-    order = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True)
-    # on the CPU, in numpy: row by row a GPU would be waited for
-    left = scores[order].cpu().numpy()
-    assigned = left.argmax(1)
-    free = [size] * left.shape[1]
-    for i, column in enumerate(assigned):
-        free[column] -= 1
-        if not free[column]:
-            # the rows that still want it take the best of the others
-            left[i + 1 :, column] = -np.inf
-            again = i + 1 + np.flatnonzero(assigned[i + 1 :] == column)
-            assigned[again] = left[again].argmax(1)
-    return torch.empty_like(order).index_copy_(0, order, torch.from_numpy(assigned).to(order.device))
-
-
-def balanced_clusters(x: Float[Tensor, "n t"], num_clusters: int, seed: int) -> Int[Tensor, " n"]:
-    """Cluster rows by cosine (around their mean) into clusters of one size."""
-    x = F.normalize(x - x.mean(0), dim=1)
-    generator = torch.Generator(x.device).manual_seed(seed)
-    centroids = x[torch.randperm(len(x), generator=generator, device=x.device)[:num_clusters]]
-    for _ in range(CLUSTER_STEPS):
-        assigned = balanced_assignment(x @ centroids.T, len(x) // num_clusters)
-        centroids = F.normalize(F.one_hot(assigned, num_clusters).T.to(x.dtype) @ x, dim=1)
-    return assigned
 
 
 @method("carve", paper="")

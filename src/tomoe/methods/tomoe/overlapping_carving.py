@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.allocation import bisected
+from tomoe.plans.partition.clusters import spherical_kmeans
 from tomoe.plans.partition.elimination import backward_elimination, error_matrix
 
-KMEANS_STEPS = 20
 ROUTER_CONFIDENCE = 0.9
 """Mean probability of the expert that a token chooses: high enough that noise seldom sends it elsewhere."""
 
@@ -62,21 +61,6 @@ def rank_neurons(
         ranks.append(expert_ranks)
         total = total + loss[list(widths)].double().cpu()
     return torch.stack(ranks), total
-
-
-def spherical_kmeans(x: Float[Tensor, "T D"], num_clusters: int, seed: int) -> Float[Tensor, "N D"]:
-    """Cluster by cosine from a k-means++ start; returns unit centroids. A cluster without tokens keeps its centroid."""
-    generator = torch.Generator(x.device).manual_seed(seed)
-    x = F.normalize(x.float(), dim=-1)
-    centroids = x[torch.randint(len(x), (1,), generator=generator, device=x.device)]
-    while len(centroids) < num_clusters:
-        distance = (1 - x @ centroids.T).amin(1).clamp_min(1e-9)
-        centroids = torch.cat([centroids, x[torch.multinomial(distance, 1, generator=generator)]])
-    for _ in range(KMEANS_STEPS):
-        members = F.one_hot((x @ centroids.T).argmax(-1), num_clusters).to(x.dtype)
-        sums = members.T @ x
-        centroids = torch.where(members.sum(0)[:, None] > 0, F.normalize(sums, dim=-1), centroids)
-    return centroids
 
 
 def confident_scale(logits: Float[Tensor, "T N"]) -> float:
