@@ -153,18 +153,7 @@ def measure(
         sums = _sum_sequences(predictions, ref, input_ids, mask, stride, counter, progress)
     by_span, sums = sums.sum(0), sums.sum(1)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
-    if not (math.isfinite(nll) and math.isfinite(kl)):
-        raise UserError(
-            f"the predictions of {name or 'the model'} are not finite numbers (mean loss {nll / tokens}, KL "
-            f"{kl / tokens}); load it in float32 or bfloat16, and if that does not help, its weights are damaged: get or "
-            "convert it again"
-        )
-    highest = max(float((by_span[:, 1] / by_span[:, 0]).nan_to_num().max()), nll / tokens)
-    if highest > HIGHEST_NLL:
-        raise UserError(
-            f"{name or 'the model'} predicts this text so badly that its perplexity does not fit a number (mean loss "
-            f"{highest:.0f} nats a token); the weights or the tokenizer are not what the model was trained with"
-        )
+    _check_sums(name or "the model", by_span, tokens, nll, kl)
     error = ratio_error(sums[:, 1], sums[:, 0])
     first = next(model.parameters())
     return Measurement(
@@ -186,6 +175,22 @@ def measure(
         versions={m.__name__: str(m.__version__) for m in (torch, transformers)} | {"tomoe": __version__},
         spans=_spans(by_span, input_ids.shape[1], reference is not None),
     )
+
+
+def _check_sums(name: str, by_span: Float[Tensor, "P 4"], tokens: float, nll: float, kl: float) -> None:
+    """Raises UserError if they are not finite, or if their perplexity would not be."""
+    if not (math.isfinite(nll) and math.isfinite(kl)):
+        raise UserError(
+            f"the predictions of {name} are not finite numbers (mean loss {nll / tokens}, KL "
+            f"{kl / tokens}); load it in float32 or bfloat16, and if that does not help, its weights are damaged: get or "
+            "convert it again"
+        )
+    highest = max(float((by_span[:, 1] / by_span[:, 0]).nan_to_num().max()), nll / tokens)
+    if highest > HIGHEST_NLL:
+        raise UserError(
+            f"{name} predicts this text so badly that its perplexity does not fit a number (mean loss "
+            f"{highest:.0f} nats a token); the weights or the tokenizer are not what the model was trained with"
+        )
 
 
 def _spans(by_span: Float[Tensor, "P 4"], context: int, refers: bool) -> list[Span]:
