@@ -87,7 +87,7 @@ INPUTS = Drawing(
     ),
     (
         "Large is |x| times the norm of their column of weights;",
-        "other columns are not read. Prompts use all inputs.",
+        "other columns are not read.",
     ),
 )
 

@@ -90,8 +90,9 @@ def test_attentions_are_returned(family: str) -> None:
     assert len(moe(ids).attentions) == moe.config.num_hidden_layers
 
 
-def test_two_threads_ask_one_model_for_router_logits_and_attentions() -> None:
-    """As a server does: one call runs in another thread while the first is in the middle of its layers."""
+@pytest.mark.parametrize("part", ["", "mlp.router", "self_attn"])
+def test_two_threads_ask_one_model_for_router_logits_and_attentions(part: str) -> None:
+    """As a server does: one call runs in another thread while the first is in the middle of a layer, or of what it asks."""
     (moe, _), ids, others = pico_moe("llama"), tokens(2, 7), tokens(1, 5, seed=1)
     moe.set_attn_implementation("eager")
     asked = {"output_attentions": True, "output_router_logits": True}
@@ -103,7 +104,7 @@ def test_two_threads_ask_one_model_for_router_logits_and_attentions() -> None:
                 started.append(True)
                 second.append(pool.submit(torch.no_grad()(moe), others, **asked).result())
 
-        with hooked([moe.model.layers[1].register_forward_pre_hook(meanwhile)]):
+        with hooked([moe.model.layers[1].get_submodule(part).register_forward_hook(meanwhile)]):
             first = moe(ids, **asked)
     for out, expected in zip([first, *second], alone, strict=True):
         for name in ("router_logits", "attentions"):

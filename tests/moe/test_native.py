@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from tomoe.moe.kernels import build, native
 from tomoe.moe.kernels.native import Way
-from tomoe.moe.modeling_tomoe import choose_backend
+from tomoe.moe.modeling_tomoe import WAYS, choose_backend
 
 pytestmark = pytest.mark.slow
 
@@ -371,3 +371,27 @@ def test_inputs_need_not_be_contiguous() -> None:
     assert not strided.is_contiguous()
     found, expected = native.run_native(mlp, strided, ids), native.run_native(mlp, x, expert_ids)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["plain", "fine"])
+@pytest.mark.parametrize("backend", ["native", "runs"])
+def test_neurons_of_experts_that_were_written_in_any_way_are_followed(name: str, backend: str) -> None:
+    """A version counter does not count what is written through `.data`, as averages of weights are."""
+    case = CASES[name]
+    mlp, (x, ids) = make_mlp(case), make_inputs(case)
+    run = WAYS["experts"][backend].run
+    run(mlp, x, ids)
+    mlp.expert_neurons.data.copy_(mlp.expert_neurons.flip(0).clone())
+    meant = WAYS["experts"]["masked"].run(mlp, x, (ids if not mlp.fine else mlp.num_experts - 1 - ids))
+    if not mlp.fine:
+        meant = one_by_one(mlp, x, ids)[0].to(x.dtype)
+    torch.testing.assert_close(run(mlp, x, ids), meant, rtol=1e-4, atol=1e-5)
+
+
+def test_an_activation_that_was_replaced_is_another_one() -> None:
+    mlp, (x, ids) = make_mlp(CASES["plain"]), make_inputs(CASES["plain"])
+    native.run_native(mlp, x, ids)
+    mlp.activation = nn.ReLU()
+    torch.testing.assert_close(
+        native.run_native(mlp, x, ids), WAYS["experts"]["masked"].run(mlp, x, ids), rtol=1e-4, atol=1e-5
+    )

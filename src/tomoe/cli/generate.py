@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,6 +22,10 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
     active: options.Dial = None,
+    prompts: Annotated[
+        Literal["chosen", "whole"] | None,
+        typer.Option("--prompts", help="Form inputs: whether long prompts choose inputs, too, or use all of them."),
+    ] = None,
     dtype: options.RunDtype = "bfloat16",
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask through the model's chat template instead of continuing a text.")
@@ -33,7 +37,9 @@ def generate(
     quiet_libraries()
     if active is not None:
         typer.echo(str(active_experts.dial_of(model).nearest(active)), err=True)
-    loaded, tokenizer = active_experts.load(model, dtype, active=active)
+    loaded, tokenizer = active_experts.load(model, dtype, active=active, prompts=prompts)
+    if getattr(loaded.config, "tomoe_prompts", None) == "whole":
+        typer.echo("whole prompts: passes of more than four tokens use all inputs, as the dense model does", err=True)
 
     def show(text: str) -> None:
         # without a newline the stream would wait for one

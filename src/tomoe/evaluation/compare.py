@@ -52,6 +52,9 @@ def compare(
         if number is not None and number != config.planned_top_k:
             # else rows of one folder had one name
             name += f", {number} of {config.tomoe_num_experts} experts"
+        if getattr(config, "tomoe_prompts", None) == "whole":
+            # long passes, as those of an evaluation, are the dense model's
+            name += ", whole prompts"
         counter = ExpertCounter(model)
         predictions = Predictions(model, keep=reference is None)
         with counter.watching():

@@ -498,21 +498,18 @@ def take_rows(weight: Tensor, neurons: slice | Tensor) -> Tensor:
     return weight[neurons] if isinstance(neurons, slice) else weight.index_select(0, neurons)
 
 
-def stamp_of(tensor: Tensor) -> Any:
-    """What is another one when the tensor was replaced or written to."""
-    return id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
-
-
 def learns(x: Tensor, parameters: Iterable[Tensor]) -> bool:
     """Whether the pass is one that something learns from."""
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
 
 
-def keep(kept: dict[str, Any], name: str, stamp: Any, make: Callable[[], Any]) -> Any:
-    """What `make` returns, kept under a name until the stamp of what it is made from changes."""
-    if kept.get(name, ("",))[0] != stamp:
-        kept[name] = (stamp, make())
-    return kept[name][1]
+def keep(kept: dict[str, Any], name: str, source: Any, make: Callable[[], Any]) -> Any:
+    """What `make` returns, kept under a name until what it is made from, a value or the numbers of a tensor, is another one."""
+    last = kept.get(name)
+    if last is None or not (torch.equal(last[0], source) if isinstance(source, Tensor) else last[0] == source):
+        # a copy: a version counter does not count what is written through `.data`
+        last = kept[name] = source.clone() if isinstance(source, Tensor) else source, make()
+    return last[1]
 
 
 class ToMoEMLP(nn.Module):
@@ -594,7 +591,7 @@ class ToMoEMLP(nn.Module):
             return runs + gathered(done, len(rows))
 
         all_rows = self.expert_rows
-        return keep(self._cache, "runs", stamp_of(all_rows), lambda: [runs_of(rows) for rows in all_rows.tolist()])
+        return keep(self._cache, "runs", all_rows, lambda: [runs_of(rows) for rows in all_rows.tolist()])
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         """y of the shape of the hidden states; some families hand their MLP the residual, too, and want the sum."""

@@ -164,15 +164,15 @@ class InputsWords(FormWords):
         )
         return (
             f"the inputs of each projection with the largest |x| times the norm of their column: on average {shares}. The "
-            "weights are the dense model's. Prompts and batches of more than four tokens use all inputs; everything here was "
-            "measured with the choice on every token"
+            "weights are the dense model's. Every token chooses, in prompts and batches, too"
         )
 
     def card(self, plan: InputsPlan, dialed: bool) -> str:
         return (
             "each token\nuses the inputs of a projection that are largest times the norm of their column, and the rows of the "
-            "matrices\nthat belong to the others are not read. Prompts and batches of more than four tokens use all inputs. "
-            "How many a token\nuses is a number at load time (`tomoe_active`)"
+            "matrices\nthat belong to the others are not read in decoding. Prompts and batches choose, too; loaded with "
+            '`tomoe_prompts="whole"`,\npasses of more than four tokens use all inputs, as the dense model does, which was '
+            "not measured here. How many\na token uses is a number at load time (`tomoe_active`)"
         )
 
     def lines(self, plan: InputsPlan) -> dict[str, list[float]]:

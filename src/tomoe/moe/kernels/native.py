@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load, why_missing
-from tomoe.moe.modeling_tomoe import ToMoEMLP, keep, learns, run_masked, stamp_of
+from tomoe.moe.modeling_tomoe import ToMoEMLP, keep, learns, run_masked
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -109,7 +109,7 @@ def working_kind(mlp: ToMoEMLP) -> int | None:
 
 def activation_kind(mlp: ToMoEMLP) -> int | None:
     """Which of ACTIVATIONS the MLP uses, judged by what it computes; None if it is another one, or has parameters."""
-    return keep(mlp._cache, "activation", None, lambda: _recognized(mlp.activation))
+    return keep(mlp._cache, "activation", mlp.activation, lambda: _recognized(mlp.activation))
 
 
 def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
@@ -181,12 +181,9 @@ _members = WeakTensorKeyDictionary()
 
 
 def _members_of(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
-    """The number of each neuron, kept for a tensor until it changes."""
-    stamp = (stamp_of(expert_rows), union, fine)
-    entry = _members.get(expert_rows)
-    if entry is None or entry[0] != stamp:
-        entry = _members[expert_rows] = (stamp, membership(expert_rows, union, fine))
-    return cast(Tensor, entry[1])
+    """The number of each neuron, kept for a tensor until its numbers change."""
+    kept = _members.setdefault(expert_rows, {})
+    return cast(Tensor, keep(kept, f"{union} {fine}", expert_rows, lambda: membership(expert_rows, union, fine)))
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool, int], Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import DTYPES, MATRIX_DIMS, PROCESSOR, SOURCE, Way, has_matrix_units, kernel, trial
-from tomoe.moe.modeling_tomoe import WAYS, Router, keep, learns, stamp_of
+from tomoe.moe.modeling_tomoe import WAYS, Router, keep, learns
 
 # On a processor with matrix units, products of tiles were faster than PyTorch's from so many tokens on.
 MATRIX_TOKENS = 16
@@ -65,10 +65,12 @@ def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
 
 
 def holds_bfloat16(router: Router) -> bool:
-    """Whether all weights are bfloat16 values; looked up again only when they have changed."""
+    """Whether all weights are bfloat16 values; looked up again when they were replaced or written to, because a GPU would have
+    to be waited for. What is written through `.data` goes unseen: at worst TF32 rounds factors."""
     weight = router.weight
+    version = None if weight.is_inference() else weight._version
     exact = lambda: torch.equal(weight, weight.bfloat16().to(weight.dtype))  # noqa: E731
-    return bool(keep(router.__dict__, "holds_bfloat16", stamp_of(weight), exact))
+    return bool(keep(router.__dict__, "holds_bfloat16", (id(weight), weight.data_ptr(), version), exact))
 
 
 def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
