@@ -172,7 +172,8 @@ def pack(
     stream = _stream(_tokenized(tokenizer, documents), tokenizer.eos_token_id, max_tokens)
     if len(stream) == 0:
         raise UserError("there is no text: every document is empty")
-    return _cut(stream, seq_len, _padding(tokenizer))
+    # of a text shorter than that one sequence is made, without room for what is not there
+    return _cut(stream, min(seq_len, len(stream)), _padding(tokenizer))
 
 
 def prepare(

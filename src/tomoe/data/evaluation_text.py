@@ -42,6 +42,7 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
 
 
 def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
-    """At most `tokens` tokens of a file or named source, in sequences of `context`. Raises UserError if there is no text."""
+    """At most `tokens` tokens of a file or named source, in sequences of `context`, or one as long as the text. Raises
+    UserError if there is no text."""
     name, texts = evaluation_documents(source, tokenizer)
     return EvaluationText(pack(tokenizer, texts, context, tokens), name)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from tomoe.errors import Note, UserError, shortened
@@ -41,6 +41,7 @@ PLAIN = {
     "watermarking_config": None,
 }
 PROMPT = "The three most important things about the sea are"  # continued to verify an export
+LEAST_TEMPERATURE = 1e-5
 LONG_PROMPT = 64  # tokens from which a dtype that the processor emulates is felt
 
 
@@ -79,6 +80,8 @@ def generate(
         raise UserError(f"max_new_tokens is {max_new_tokens}, but it should be at least 1")
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature is {temperature}, but it should be a number from 0 on")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed is {seed}, but it should be between 0 and 2**63 - 1")
     prompted = asked(tokenizer, prompt) if chat else prompt_ids(tokenizer, prompt)
     if not prompted:
         raise UserError("there is nothing to continue: the prompt has no token")
@@ -91,7 +94,8 @@ def generate(
             Note,
             stacklevel=2,
         )
-    greedy = temperature == 0
+    # of a temperature so near 0 that the quotient does not fit a number, nothing but the most likely token is left
+    greedy = temperature < LEAST_TEMPERATURE
     # generate draws from the global generator only
     with torch.inference_mode(), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -106,10 +110,21 @@ def generate(
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             # for strings that end a text
             tokenizer=tokenizer,
+            logits_processor=LogitsProcessorList([_refuse_nonfinite]),
             **plain(),
             streamer=None if on_text is None else _Streamer(tokenizer, prompted, on_text),
         )
     return continuation_text(tokenizer, prompted, written[0, len(prompted) :].tolist())
+
+
+def _refuse_nonfinite(_: Tensor, scores: Tensor) -> Tensor:
+    """The scores of the next token as they are. Raises UserError for what no token can be chosen by: the first would be."""
+    if bool(scores.isnan().any()) or not bool(scores.isfinite().any()):
+        raise UserError(
+            "the predictions of the model are not finite numbers; load it in float32 or bfloat16, and if that does not help, "
+            "its weights are damaged: get or convert it again"
+        )
+    return scores
 
 
 def plain() -> dict[str, Any]:

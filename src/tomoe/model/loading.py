@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.errors import Note, UserError, shortened
+from tomoe.errors import Advice, Note, UserError, shortened
 from tomoe.model import catalog, single_query
 from tomoe.model.compute_dtype import compute_dtype, dtype_of
 from tomoe.model.dequantization import drop_entry_, settle_packing_
@@ -33,11 +33,14 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.device(name)
+        kind = torch.device(name).type
     except RuntimeError:
-        raise UserError(f"torch knows no device {name!r}; use device=cpu, cuda or auto") from None
+        kind = "meta"
+    # a device without memory computes nothing
+    if kind == "meta":
+        raise UserError(f"torch knows no device {name!r} to compute on", Advice("device", "instead", "auto"))
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"the recipe asks for device {name!r}, but torch sees no CUDA GPU here; use device=cpu or auto")
+        raise UserError(f"device is {name!r}, but torch sees no CUDA GPU here", Advice("device", "instead", "auto"))
     return name
 
 

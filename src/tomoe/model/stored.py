@@ -26,6 +26,7 @@ from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
 from tomoe.model.gguf_input import GgufFile
 from tomoe.model.gguf_tensors import reading_by
 from tomoe.model.names import check_no_adapter
+from tomoe.model.shape import text_config
 from tomoe.model.trouble import check_generation_config, usable_config
 
 # Causal masks, which older versions of transformers stored among the weights: GPT-Neo, StarCoder and others have them.
@@ -52,6 +53,10 @@ def read_config(place: Path | str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **location(place))
     if file is not None:
         file.settle_(config)
+    for part in (config, text_config(config)):
+        # "torch.bfloat16" or "auto", as scripts write them: no name of a dtype, and every load here says which it takes
+        if isinstance(part.dtype, str):
+            part.dtype = getattr(torch, part.dtype.removeprefix("torch."), None)
     config._attn_implementation = None
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     return config

@@ -116,7 +116,7 @@ class RunRecipe(BaseRecipe):
     )
     model: str = ""
     """The model to start from."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed."""
     device: str = "auto"
     """`auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
