@@ -312,7 +312,7 @@ def test_what_is_read_layer_by_layer_needs_the_memory_of_a_layer(
     sizes = estimate.sizes_of(load_config(str(dense)), whole)
     assert most.total - layer.total == 4 * sizes.decoder_params * 5 // 6
     free(monkeypatch, too_little(most))
-    with pytest.raises(UserError, match="--offload holds one layer at a time"):
+    with pytest.raises(UserError, match="use offload=True to hold one layer at a time"):
         estimate.check_memory(whole, folds=True)
     estimate.check_memory(offloaded, folds=True)
 

@@ -144,7 +144,7 @@ def test_weights_that_a_conversion_rounds_are_named(model: Path, kept: str, word
         recipe = Recipe.load(None, [f"model={model}", "method.name=inputs", "device=cpu", *changes])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", Note)
-            open_dense(recipe, BaseWeights.of(recipe))
+            open_dense(*settled(recipe), BaseWeights.of(recipe))
         return [str(warning.message) for warning in caught]
 
     said = [f"are stored in {words}, and are rounded to bfloat16" in message for message in opened()]

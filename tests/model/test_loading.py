@@ -70,7 +70,7 @@ def test_models_that_cannot_be_loaded(
     assert capfd.readouterr() == ("", "")
 
 
-MEMORY = "there is too little memory; free some, or use --offload"
+MEMORY = "there is too little memory; free some, or use offload=True to hold one layer at a time"
 
 
 @pytest.mark.parametrize(

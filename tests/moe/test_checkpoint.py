@@ -142,7 +142,7 @@ def test_a_model_is_not_overwritten_unasked(tmp_path: Path) -> None:
     out = tmp_path / "moe"
     first, _ = pico_folder(out, "llama", active=0.6)
     second, other = pico_moe("llama", active=0.8)
-    with pytest.raises(UserError, match=r"already holds a model.*--force"):
+    with pytest.raises(UserError, match=r"already holds a model.*force=True to replace it"):
         save_moe(second, other, None, out)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(first))
     save_moe(second, other, None, out, force=True)

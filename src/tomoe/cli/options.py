@@ -213,7 +213,9 @@ class RecipeOptions:
             else {"experts.form": self.form}
         )
         changes = [*overrides(alias), *overrides(named), *map(with_fractions, self.changes or [])]
-        return registry.settled(names.located(Recipe.load(self.recipe, changes)))[1]
+        # mistakes in it are found before methods, and what they import, are loaded
+        recipe = names.located(Recipe.load(self.recipe, changes))
+        return registry.settled(recipe)[1]
 
 
 def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -75,6 +75,8 @@ class Method:
     """Where it was published; empty if it was not."""
     kind: ClassVar[Form] = "fine"
     """What its plans hold: `fine`: experts without overlap; `overlapping` experts; `inputs` of projections."""
+    other_kinds: ClassVar[tuple[Form, ...]] = ()
+    """What its plans hold with other settings of the recipe."""
     trains: ClassVar[str] = ""
     """What it trains, for lists of methods; empty: nothing."""
     stage: ClassVar[str] = "carving"

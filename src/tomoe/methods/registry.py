@@ -92,7 +92,7 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
     if method is None:
         method = find(recipe.method.name or _implied(recipe))(**recipe.method.model_extra or {})
     found = type(method)
-    if found.kind not in TARGET_RULES[recipe.target].forms:
+    if not {found.kind, *found.other_kinds} & {*TARGET_RULES[recipe.target].forms}:
         raise UserError(
             f"target {recipe.target} has no place for what method {found.name} makes ({found.kind}); set target to hf, or "
             "choose another method"

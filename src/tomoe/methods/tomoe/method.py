@@ -44,6 +44,7 @@ class ToMoE(Method):
     """Masks of neurons, routers and the pruning of attention are learned by self-distillation; the dense weights stay frozen."""
 
     kind: ClassVar[Form] = "overlapping"
+    other_kinds: ClassVar[tuple[Form, ...]] = ("fine",)
     trains: ClassVar[str] = "masks, routers"
     stage: ClassVar[str] = "training"
     requires: ClassVar[dict[str, Any]] = {}
