@@ -101,7 +101,8 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
                 f"method {found.name} needs {key} = {_shown(value)}, but it is {_shown(keys[key])}; leave it out, or choose "
                 "another method"
             )
-    if found.kind not in TARGET_RULES[whole.target].forms:
+    # experts have the form of the recipe, which itself compares it with the target
+    if found.kind == "inputs" and found.kind not in TARGET_RULES[whole.target].forms:
         raise UserError(
             f"target {whole.target} has no place for what method {found.name} makes ({found.kind}); set target to hf, or "
             "choose another method"
