@@ -387,7 +387,7 @@ def recipe_of(proof: Proof) -> Recipe:
     """Half of the model, from the text."""
     sizes = [*TINY, "experts.num_experts=64", "active=0.6"] if proof.tiny else ["data.tokens=75000", "active=0.5"]
     where = [f"model={proof.args.model}", proof.sources, f"device={proof.device}"]
-    return Recipe.load(None, [*where, *sizes, "train.steps=0"])
+    return Recipe.load(None, [*where, *sizes, "train.steps=0", "train.dtype=bfloat16"])
 
 
 def converts(proof: Proof) -> Iterator[Row]:

@@ -80,7 +80,7 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
             tomoe("convert", folder, "-o", out, *options, "--data", converted_inputs / "text.txt"),
             "choose inputs already",
         )
-    refused(tomoe("train", dense, "-o", out, *INPUTS), "method inputs trains nothing", "tomoe convert")
+    refused(tomoe("train", dense, "-o", out, *INPUTS), "method inputs trains nothing", "convert with it")
     refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "hf"), "no engine has a place")
     refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "gguf"), "method inputs", "set target to hf")
     for key, value in {

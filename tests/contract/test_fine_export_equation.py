@@ -154,7 +154,7 @@ def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -
         notice = padding_notice(uneven, TARGETS[form].sizes(uneven, options))
         assert notice is not None
         assert "one expert of zeros is always chosen" in notice
-        assert "--set target=glm4_moe" in notice
+        assert "converted for target = glm4_moe" in notice
     assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), moe)
 
 

@@ -103,7 +103,7 @@ def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None
     others = [("a", fold(llama, make_plan(llama, "off"))), ("b", fold(llama, make_plan(llama, "per_token")))]
     seen = []
     hook = llama.model.register_forward_hook(lambda _m, _i, out: seen.append(out.last_hidden_state.shape[1]))
-    rows = compare([("dense", llama), *others], EvaluationText(Sequences(ids, mask), ""))
+    rows = list(compare(*zip(("dense", llama), *others, strict=True), EvaluationText(Sequences(ids, mask), "")))
     hook.remove()
     assert seen.count(12) == 5
     for row, (_, model) in zip(rows[1:], others, strict=True):
@@ -123,7 +123,7 @@ def test_what_is_only_padding_does_not_run(llama: PreTrainedModel, stride: int |
     for total, expected in ((9, [9]), (70, [60, 20 if stride else 10])):
         stream = tokens(1, total)[0]
         lengths.clear()
-        (row,) = compare([("moe", moe)], text_of(stream, 60, stride))
+        (row,) = compare(["moe"], [moe], text_of(stream, 60, stride))
         # the first runs see how the model makes its logits
         assert lengths[-len(expected) :] == expected
         assert row.measurement.context_length == 60
@@ -141,11 +141,11 @@ def test_sequences_that_run_together_are_measured_as_alone(
     moe = fold(llama, make_plan(llama, "off", form="fine"))
     pairs = [("dense", llama), ("moe", moe)]
     text = EvaluationText(Sequences(ids, mask), "")
-    alone = compare(pairs, text)
+    alone = list(compare(*zip(*pairs, strict=True), text))
     sizes: list[int] = []
     hook = moe.model.register_forward_hook(lambda _m, _i, out: sizes.append(len(out.last_hidden_state)))
     monkeypatch.setattr(Predictions, "together", lambda *_: 2)
-    together = compare(pairs, text)
+    together = list(compare(*zip(*pairs, strict=True), text))
     hook.remove()
     assert sizes[-3:] == [2, 2, 1]
     for one, other in zip(alone, together, strict=True):
@@ -173,7 +173,7 @@ def test_a_model_is_named_by_its_folder_however_that_is_reached(
 ) -> None:
     (tmp_path / "around" / "here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "around" / "here")
-    (row,) = compare([(given, llama)], text_of(tokens(1, 41)[0], 12))
+    (row,) = compare([given], [llama], text_of(tokens(1, 41)[0], 12))
     assert row.name == shown
 
 
@@ -410,7 +410,7 @@ def test_evaluate_refuses_in_one_line(tomoe: CommandLine, converted: Path) -> No
         ("name some with --tasks, or a suite with --suite", dense, "--limit", "3"),
         ("is no task", dense, "--tasks", "boolq:x"),
         ("--text", dense),
-        ("name a text with --text", dense, moe, "--stride", "4"),
+        ("use --text FILE for another context", dense, moe, "--stride", "4"),
         ("cannot load Salesforce/wikitext", dense, "--text", "wikitext"),
         ("between 1 and the context (16)", dense, "--text", text, "--context", "16", "--stride", "17"),
     ):

@@ -231,7 +231,7 @@ def test_the_best_step_is_kept_and_no_model_that_got_worse(
     assert outcome.code == 2
     said = "fine-tuning did not make the model better (loss on held-out text 5.000 before the first step"
     assert said in outcome.err.splitlines()[-1]
-    assert "start over (--force)" in outcome.err
+    assert "use --force to start over" in outcome.err
     assert [path.name for path in out.iterdir() if not path.name.startswith(".")] == ["run"]
     again = tomoe(*options(place), "-o", out, "--resume")
     assert again.err.splitlines()[-1] == outcome.err.splitlines()[-1]
@@ -265,7 +265,7 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, p
     assert "holds no converted model" in sentence("finetune", tmp_path, "-o", out)
     other = write_pico(tmp_path / "other", "llama3")
     assert "did not come from" in sentence(*own, "--dense", other, "-o", out)
-    assert "name it with --dense" in sentence(*own, "--dense", tmp_path / "off", "-o", out)
+    assert "use --dense MODEL to name the dense model" in sentence(*own, "--dense", tmp_path / "off", "-o", out)
     shutil.copytree(place / "out", tmp_path / "bare", ignore=shutil.ignore_patterns("run"))
     assert "name some with --data" in sentence("finetune", tmp_path / "bare", "-o", out)
     assert "no key 'shrad'" in sentence(*own, "--set", "train.shrad=1", "-o", out)

@@ -41,9 +41,9 @@ def hostile_facts() -> dict[str, Any]:
     recipe = Recipe(model=f"someone/{EVIL}").model_dump(mode="json")
     plan = replace(plan, recipe=recipe, source="0" * 64, notes={"steps": 8, "torch": EVIL})
     ids = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(1))
-    models = [(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))]
+    names, models = [f"dense {EVIL}", f"moe {EVIL}"], [dense, fold(dense, plan)]
     text = EvaluationText(Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), EVIL)
-    rows = compare(models, text)
+    rows = list(compare(names, models, text))
     metrics = [{"step": i, "distill": 1 / i} for i in range(1, 9)]
     cells = [cell(backend=EVIL)]
     return dict(

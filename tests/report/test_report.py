@@ -239,9 +239,9 @@ def test_comparison_measures_each_against_the_first(llama: PreTrainedModel, tmp_
     moe = fold(llama, some_plan(llama))
     (tmp_path / "moe").mkdir()
     progress: list[tuple[str, int, int]] = []
-    models = iter([("dense", llama), (str(tmp_path / "moe"), moe)])
+    names, models = ["dense", str(tmp_path / "moe")], iter([llama, moe])
     text = EvaluationText(Sequences(ids, mask), "a text")
-    found = compare(models, text, lambda stage, i, n, _: progress.append((stage, i, n)))
+    found = list(compare(names, models, text, lambda stage, i, n, _: progress.append((stage, i, n))))
     assert [row.name for row in found] == ["dense", "moe"]
     assert found[0].measurement == measure(llama, ids, mask, name="dense", data="a text")
     assert found[1].measurement == measure(moe, ids, mask, llama, name="moe", data="a text")
@@ -261,8 +261,8 @@ def test_comparison_measures_each_against_the_first(llama: PreTrainedModel, tmp_
 
 
 def test_tables_show_the_same_numbers(llama: PreTrainedModel) -> None:
-    models = [("dense", llama), ("a|b[red]", fold(llama, some_plan(llama)))]
-    rows = compare(models, EvaluationText(Sequences(*some_sequences()), "a text", seed=7))
+    names, models = ["dense", "a|b[red]"], [llama, fold(llama, some_plan(llama))]
+    rows = list(compare(names, models, EvaluationText(Sequences(*some_sequences()), "a text", seed=7)))
     m = rows[1].measurement
     markdown = tables.to_markdown(rows)
     head, ruler, dense_line, moe_line, _, note = markdown.splitlines()

@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import align_module_device
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tomoe.model.hooks import input_of
 from tomoe.model.mlp import decoder_layers
@@ -53,7 +54,8 @@ def held(layer: nn.Module) -> Iterator[None]:
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether layers of the model read their weights whenever they run."""
-    return any(hasattr(layer, "_hf_hook") for layer in decoder_layers(model))
+    # what wraps a model is measured, too
+    return isinstance(model, PreTrainedModel) and any(hasattr(layer, "_hf_hook") for layer in decoder_layers(model))
 
 
 @torch.no_grad()

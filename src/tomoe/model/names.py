@@ -46,7 +46,9 @@ def check_finished(folder: Path) -> None:
     if not (folder / "run" / "recipe.json").is_file() or (folder / "config.json").exists():
         return
     if (folder / "run" / "no-model.txt").is_file():
-        raise UserError(f"{folder} holds no model: {shortened(read_text(folder / 'run' / 'no-model.txt'))}")
+        reason, _, change = read_text(folder / "run" / "no-model.txt").partition("; ")
+        again = Advice("force", f"to {shortened(change)}", here=False)
+        raise UserError(f"{folder} holds no model: {shortened(reason)}", *([again] if change else []))
     raise UserError(
         f"the conversion in {folder} is not finished",
         Advice("resume", "when its command runs again, which goes on or says why it cannot", here=False),

@@ -118,4 +118,4 @@ def test_what_a_gguf_file_of_a_family_cannot_hold_is_refused_before_the_work(
     write_tiny("lfm2", tmp_path / "dense", **LFM2)
     options = ("--set", "target=gguf", "--set", "experts.num_experts=32", "--active", "0.8")
     for verb in (("convert", tmp_path / "dense", "-o", tmp_path / "out"), ("doctor", tmp_path / "dense")):
-        refused(tomoe(*verb, *options), "wants the experts of target = lfm2_moe, which --format gguf then writes")
+        refused(tomoe(*verb, *options), "wants the experts of target = lfm2_moe, which an export to gguf then writes")
