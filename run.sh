@@ -88,7 +88,7 @@ setup_engines() {
 
 demo() {
     # both are measured on the same text, which neither of them reads
-    demonstrate inputs --form inputs --data python-packages --set data.calibration_tokens=1024
+    demonstrate inputs --method inputs --data python-packages --set data.calibration_tokens=1024
     demonstrate experts
     printf '\nThe reports are demo-out/inputs/report.html and demo-out/experts/report.html. Next: .venv/bin/tomoe --help, or the README.\n'
 }

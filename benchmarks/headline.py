@@ -3,7 +3,7 @@
 Rows of every model and share: `fine-grained`, a conversion as `tomoe convert` makes it but for text and tokens of repair;
 `code`, the same if --chats and --text hold code alone; `static`, the same neurons for all tokens: one expert by backward
 elimination with the widths of a carved start, repaired alike, the line to beat. `dialed` is the fine-grained conversion at
---from, run with more experts: no conversion of its own. `inputs` is one conversion of that form, run at every share: with the
+--from, run with more experts: no conversion of its own. `inputs` is one conversion by that method, run at every share: with the
 choice on every token, but for speed, where a prompt is whole as it is for users. Nothing of these is trained. `fine-tuned` is
 what `tomoe finetune` made of the fine-grained one, in WORK/NAME-fine-tuned-SHARE.
 
@@ -49,7 +49,7 @@ Cell = dict[str, Any]
 WAYS = {
     "fine-grained": [],
     "code": [],
-    "inputs": ["experts.form=inputs"],
+    "inputs": ["method.name=inputs"],
     "static": ["experts.form=overlapping", "experts.num_experts=1"],
 }
 """What is set in the default recipe for each row."""

@@ -13,7 +13,7 @@ prompt, *settings = sys.argv[1:]
 
 # A little text decides how many inputs each projection gets; the weights stay those of the dense model.
 if not Path("moe-inputs/config.json").exists():
-    convert(Recipe.load(None, ["model=smollm2-135m", "experts.form=inputs", "active=0.7", *settings]), "moe-inputs")
+    convert(Recipe.load(None, ["model=smollm2-135m", "method.name=inputs", "active=0.7", *settings]), "moe-inputs")
 
 # The share can be another one each time. Prompts use all inputs; single tokens, one after another, choose.
 for active in (1.0, 0.7, 0.5):

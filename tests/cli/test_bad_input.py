@@ -42,11 +42,18 @@ def test_a_budget_that_fine_grained_experts_cannot_meet(
 
 
 def test_fine_grained_experts_are_divided_for_one_budget(
-    tomoe: CommandLine, tmp_path: Path, converted_fine: Path
+    tomoe: CommandLine, tmp_path: Path, converted_fine: Path, model: Path, text: Path
 ) -> None:
-    command = ["plan", converted_fine / "moe" / "run", "-o", tmp_path / "plan", "--active"]
+    run = tmp_path / "run"
+    learning = [*fine(train_steps="1"), "--active", "0.6"]
+    assert tomoe("train", model, "-o", run, "--data", text, *learning).code == 0
+    command = ["plan", run, "-o", tmp_path / "plan", "--active"]
     refused(tomoe(*command, "0.5"), "for active = 0.6", "--active")
     assert tomoe(*command, "0.6").code == 0
+    # where nothing was trained there is nothing to make a plan of
+    bare = converted_fine / "moe" / "run"
+    refused(tomoe("plan", bare, "-o", tmp_path / "other"), "method carve trains nothing", "convert again")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(("text", "words"), [(None, "no file or folder"), ("the sea", "16")])
@@ -81,13 +88,15 @@ def test_an_existing_output_stays_without_force(
 def test_a_plan_is_not_overwritten_unasked_and_that_of_a_model_never(
     tomoe: CommandLine, tmp_path: Path, converted: Path
 ) -> None:
-    out, plan = shutil.copytree(converted / "moe", tmp_path / "out"), tmp_path / "plan"
-    assert tomoe("plan", out / "run", "-o", plan).code == 0
+    out, run, plan = shutil.copytree(converted / "moe", tmp_path / "out"), tmp_path / "run", tmp_path / "plan"
+    learning = ["--data", converted / "text.txt", *small(train_steps="1")]
+    assert tomoe("train", converted / "dense", "-o", run, *learning).code == 0
+    assert tomoe("plan", run, "-o", plan).code == 0
     before = contents(out), contents(plan)
-    refused(tomoe("plan", out / "run", "-o", plan, "--active", "0.9"), "--force")
-    refused(tomoe("plan", out / "run", "-o", out, "--force"), "holds a model")
+    refused(tomoe("plan", run, "-o", plan, "--active", "0.9"), "--force")
+    refused(tomoe("plan", run, "-o", out, "--force"), "holds a model")
     assert (contents(out), contents(plan)) == before
-    assert tomoe("plan", out / "run", "-o", plan, "--active", "0.9", "--force").code == 0
+    assert tomoe("plan", run, "-o", plan, "--active", "0.9", "--force").code == 0
     assert contents(plan) != before[1]
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from damage import copy_folder, damage
-from pico_files import CommandLine, refused
+from pico_files import CommandLine, pico_recipe, refused
 from tomoe.errors import UserError
+from tomoe.pipeline.stages import train
 from tomoe.training.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_shipped")]
@@ -25,6 +26,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_shipped")]
 @pytest.fixture
 def moe(converted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(converted / "moe", tmp_path / "moe"))
+
+
+@pytest.fixture(scope="module")
+def learned(place: Path) -> Path:
+    """A run of one step; to be read only."""
+    return train(pico_recipe(place, "train.steps=1"), place / "run")
+
+
+@pytest.fixture
+def run(learned: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(learned, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -73,20 +85,20 @@ def test_a_run_that_is_damaged(
     assert len(done.err) < 600, "a value from the file is repeated in full"
 
 
-def test_a_checkpoint_that_is_damaged_is_named(tomoe: CommandLine, moe: Path) -> None:
-    *_, last = sorted((moe / "run" / "masks").glob("step-*"))
-    assert "Damaged" not in tomoe("inspect", moe / "run").out
+def test_a_checkpoint_that_is_damaged_is_named(tomoe: CommandLine, run: Path) -> None:
+    *_, last = sorted((run / "masks").glob("step-*"))
+    assert "Damaged" not in tomoe("inspect", run).out
     shutil.copytree(last, last.with_name("step-000009"))
-    done = tomoe("inspect", moe / "run")
+    done = tomoe("inspect", run)
     assert done.code == 0, done.err
     assert "Damaged, and skipped by --resume: step-000009." in done.out
 
 
-def test_a_checkpoint_whose_files_are_pipes_is_damaged(moe: Path) -> None:
-    *_, last = sorted((moe / "run" / "masks").glob("step-*"))
+def test_a_checkpoint_whose_files_are_pipes_is_damaged(run: Path) -> None:
+    *_, last = sorted((run / "masks").glob("step-*"))
     (last / "masks.safetensors").unlink()
     os.mkfifo(last / "masks.safetensors")
-    assert RunFolder(moe / "run").damaged() == [last.name]
+    assert RunFolder(run).damaged() == [last.name]
 
 
 def test_the_origin_of_a_run_is_text(moe: Path) -> None:

@@ -78,18 +78,18 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
             tomoe("convert", folder, "-o", out, *options, "--data", converted_inputs / "text.txt"),
             "choose inputs already",
         )
-    refused(tomoe("train", dense, "-o", out, *INPUTS), "learns nothing", "tomoe convert")
+    refused(tomoe("train", dense, "-o", out, *INPUTS), "method inputs trains nothing", "tomoe convert")
     refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "hf"), "no engine has a place")
-    refused(
-        tomoe("convert", dense, "-o", out, *INPUTS, "--format", "gguf"), "experts.form = inputs", "set target to hf"
-    )
+    refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "gguf"), "method inputs", "set target to hf")
     for key, value in {
         "train.steps": "3",
         "attention.pruning": "static",
         "repair.mode": "full",
         "offload": "true",
     }.items():
-        refused(tomoe("convert", dense, "-o", out, *INPUTS, "--set", f"{key}={value}"), key, f"not {value}")
+        named = ["--data", converted_inputs / "text.txt", "--set", f"{key}={value}"]
+        done = tomoe("convert", dense, "-o", out, *INPUTS, *named)
+        refused(done, f"method inputs needs {key} = ", f"but it is {value}; leave it out, or choose another method")
     assert not out.exists()
 
 

@@ -100,11 +100,11 @@ for name in tomoe.__all__:
     print(name, getattr(tomoe, name))
 assert dir(tomoe) == sorted(tomoe.__all__)
 try:
-    tomoe.fold
+    tomoe.carve
 except AttributeError as error:
-    assert str(error) == "module 'tomoe' has no attribute 'fold'"
+    assert str(error) == "module 'tomoe' has no attribute 'carve'"
 else:
-    raise AssertionError("fold is not public")
+    raise AssertionError("carve is not public")
 """
 # what all need and none is about
 SHARED = """torch._dynamo torch.distributed.tensor torch.distributed.checkpoint.hf_storage scipy.optimize accelerate

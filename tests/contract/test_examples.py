@@ -6,6 +6,7 @@ import builtins
 import os
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from pico_files import SMALL, write_pico, write_text
+from pico_files import SMALL, CommandLine, write_pico, write_text
 from pico_tokenizer import TOKENIZER
+from tomoe.plans import read_plan
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -95,6 +97,17 @@ def test_gguf_for_llama_cpp(place: Path, monkeypatch: pytest.MonkeyPatch, capsys
     run(monkeypatch, "gguf_for_llama_cpp.py", "model=dense", "data.sources=text.txt", *SETTINGS)
     assert (place / "moe-llama-cpp" / "model-q8_0.gguf").is_file()
     assert capsys.readouterr().out.endswith("llama-server -m moe-llama-cpp/model-q8_0.gguf\n")
+
+
+def test_own_method(place: Path, tomoe: CommandLine) -> None:
+    """By the command that stands in it."""
+    text = (EXAMPLES / "own_method.py").read_text("utf-8")
+    (_, verb, _, *words) = shlex.split(next(line for line in text.splitlines() if line.startswith("tomoe convert")))
+    words[words.index("examples/own_method.py:ByText")] = f"{EXAMPLES / 'own_method.py'}:ByText"
+    small = (word for setting in SETTINGS for word in ("--set", setting))
+    done = tomoe(verb, "dense", *words, "--data", "text.txt", *small)
+    assert done.code == 0, done.err
+    assert read_plan(place / "by-text").notes["method"]["name"] == "ByText"
 
 
 def test_every_example_is_run_here() -> None:

@@ -46,17 +46,9 @@ WIDE = {"num_hidden_layers": 6, "intermediate_size": 512, "hidden_size": 64}
 
 
 def a_recipe(*changes: str) -> Recipe:
-    sizes = ["form=overlapping", "num_experts=4", "embedding_size=8", "width_multiple=1"]
-    return Recipe.load(
-        None,
-        [
-            "train.steps=500",
-            "train.dtype=float32",
-            "data.seq_len=128",
-            *(f"experts.{size}" for size in sizes),
-            *changes,
-        ],
-    )
+    experts = ("form=overlapping", "num_experts=4", "embedding_size=8", "width_multiple=1")
+    sizes = [f"experts.{size}" for size in experts]
+    return Recipe.load(None, ["train.steps=500", "train.dtype=float32", "data.seq_len=128", *sizes, *changes])
 
 
 class _Kept(Exception):

@@ -64,7 +64,8 @@ def test_carving_and_folding_from_files_give_the_bytes_of_the_whole_model(tmp_pa
     assert {"plan.safetensors", "model.safetensors", "config.json"} <= set(whole)
     assert offloaded == whole
     # the stages by themselves read layer by layer too
-    stages.plan(tmp_path / "offload-false" / "run", tmp_path / "plan")
+    stages.train(recipe(tmp_path, *kind, "offload=true"), tmp_path / "run")
+    stages.plan(tmp_path / "run", tmp_path / "plan")
     stages.apply_plan(str(tmp_path / "plan"), None, tmp_path / "applied")
     assert weights(tmp_path / "applied") == whole
     moe = load_dense(str(tmp_path / "applied"), torch.float32)

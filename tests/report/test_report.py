@@ -299,7 +299,18 @@ def test_summary_says_how_it_was_learned(llama: PreTrainedModel) -> None:
     assert lines["Experts"].startswith("3 per layer, one for each token, 24 of 48 neurons wide")
     assert "chosen for each token: Q/K 6 to 8, V/O 5 to 8 of 8 dims" in lines["Attention"]
     assert lines["Learning"].startswith("150 steps of 512 tokens")
-    assert "none" in dict(summary.conversion_summary(replace(plan, notes={"steps": 0})))["Learning"]
+    assert dict(summary.conversion_summary(replace(plan, notes={"steps": 0})))["Learning"] == "none"
+
+
+@pytest.mark.parametrize("note", [None, 3, {"name": "a"}, {"name": "a", "summary": 3, "paper": ""}])
+def test_the_method_is_named_as_the_plan_notes_it(note: object) -> None:
+    plan = make_plan(make_pico("llama"), "off")
+    assert "Method" not in dict(summary.conversion_summary(replace(plan, notes={"method": note})))
+    known = {"name": "a", "summary": "Groups neurons.", "paper": "https://b.example"}
+    lines = dict(
+        summary.conversion_summary(replace(plan, notes={"method": known}, recipe=Recipe().model_dump(mode="json")))
+    )
+    assert lines["Method"] == "a: Groups neurons. https://b.example"
     assert len(summary.conversion_summary(replace(plan, recipe={}, dense_config={}))) == 4
 
 

@@ -32,13 +32,17 @@ from tomoe.cli import main
 from tomoe.data.corpus import Corpus
 from tomoe.errors import UserError
 from tomoe.locks import LOCK_FILE
-from tomoe.methods.tomoe import objective
+from tomoe.methods import carve
+from tomoe.methods.registry import settled
+from tomoe.methods.tomoe import method, objective
 from tomoe.methods.tomoe.rotation import value_rotations
 from tomoe.model.loading import load_dense
-from tomoe.pipeline import steps
+from tomoe.pipeline import convert as convert_module
 from tomoe.pipeline.convert import convert
 from tomoe.pipeline.stages import plan, train
+from tomoe.plans import Plan
 from tomoe.plans.repair import streams
+from tomoe.plans.repair.plan import FinishedLayers
 from tomoe.training import run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "as_shipped")]
@@ -130,6 +134,41 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(tomoe: CommandLine, tmp_
     assert contents(tmp_path / "plan") == contents(tmp_path / "expected")
 
 
+# of a conversion that trains nothing: in the carve of the second layer, while its plan is kept, while the second layer is
+# repaired, and while the model is written
+STAGES: tuple[Callable[[], None], ...] = (
+    lambda: dying(carve, "balanced_clusters", 2),
+    lambda: dying(Plan, "save", 1, lambda plan, folder: (folder / "plan.safetensors").write_bytes(b"half")),
+    lambda: dying(FinishedLayers, "keep", 2),
+    lambda: dying(convert_module.steps, "fold_and_check", 1),
+    lambda: dying(Path, "replace", 3),
+)
+
+
+def test_a_conversion_killed_at_any_moment_ends_in_the_same_bytes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is trained, so there is no checkpoint: what took long is kept as the plan before the repair."""
+    recipe, out = pico_recipe(place, "train.steps=0", "active=0.6", "repair.tokens=128", *FINE), tmp_path / "moe"
+    assert settled(recipe)[0].name == "carve"
+    convert(recipe, tmp_path / "whole")
+    for i, kill in enumerate(STAGES):
+
+        def killed(kill: Callable[[], None] = kill) -> None:
+            kill()
+            convert(recipe, out, resume=True)
+
+        assert ended(forked(killed)) == -signal.SIGKILL, i
+        assert not (out / "config.json").exists()
+        assert (out / "run" / "plan" / "plan.json").exists() == (i >= 2)
+        assert not list((out / "run" / "masks").iterdir())
+    assert list((out / "run" / "repair").iterdir())
+    # the plan is made once
+    monkeypatch.delattr(carve, "balanced_clusters")
+    convert(recipe, out, resume=True)
+    assert contents(out, ("cost.json",)) == contents(tmp_path / "whole", ("cost.json",))
+
+
 def test_a_damaged_checkpoint_is_passed_over(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
     run, good = tmp_path / "run", place / "whole" / "masks" / "step-000006"
     shutil.copytree(place / "whole", run)
@@ -200,7 +239,7 @@ def test_a_resumed_run_keeps_the_basis_of_its_values(
     shutil.copytree(whole, run)
     shutil.rmtree(run / "masks" / "step-000006")
     for name in ("carve_", "value_rotations"):
-        monkeypatch.delattr(steps, name)
+        monkeypatch.delattr(method, name)
     train(recipe, run, resume=True)
     assert contents(run / "masks") == contents(whole / "masks")
     made = plan(run, tmp_path / "plan")

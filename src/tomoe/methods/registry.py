@@ -92,7 +92,9 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
     if method is None:
         method = find(recipe.method.name or _implied(recipe))(**recipe.method.model_extra or {})
     found = type(method)
-    if found.kind not in TARGET_RULES[recipe.target].forms:
+    # before its defaults, which name keys that the user has not; where it leaves the form open, the recipe compares it
+    form = "inputs" if found.kind == "inputs" else found.requires.get("experts.form")
+    if form and form not in TARGET_RULES[recipe.target].forms:
         raise UserError(
             f"target {recipe.target} has no place for what method {found.name} makes ({found.kind}); set target to hf, or "
             "choose another method"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from tomoe.budget import Decoding, active_params, file_bytes
+from tomoe.errors import shortened
 from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
 from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan, Plan
@@ -61,11 +62,11 @@ def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
     finetuning = _finetuning(plan)
     kept = "were" if finetuning or REPAIRED in plan.notes else "are"
     learning = f"{steps:,} steps of {per_step:,} tokens, {aim}; the dense weights {kept} not changed"
-    start = "from calibration statistics (carved)" if recipe.start == "carved" else "from random projections"
+    start = "from calibration statistics" if recipe.start == "carved" else "from random projections"
     return [
         *lines,
-        ("Start", start),
-        ("Learning", learning if steps else f"none: {words.fitted} are those of the start"),
+        *_method(plan),
+        ("Learning", f"{learning}; it started {start}" if steps else "none"),
         *_repair(plan),
         *finetuning,
         *_origin(plan, recipe),
@@ -81,7 +82,17 @@ def _summary_of_inputs(plan: InputsPlan, recipe: Recipe | None) -> list[tuple[st
     if recipe is None:
         return lines
     text = f"how many inputs each projection gets was found on {recipe.data.calibration_tokens:,} tokens; nothing was trained"
-    return [*lines, ("Budget", text), *_origin(plan, recipe)]
+    return [*lines, *_method(plan), ("Budget", text), *_origin(plan, recipe)]
+
+
+def _method(plan: AnyPlan) -> list[tuple[str, str]]:
+    """The method as the plan notes it; nothing if it notes none, or something else."""
+    note = plan.notes.get("method")
+    values = [note.get(key) for key in ("name", "summary", "paper")] if isinstance(note, dict) else []
+    if not values or not all(isinstance(value, str) for value in values):
+        return []
+    name, summary, paper = map(shortened, values)
+    return [("Method", f"{name}: {summary}" + (f" {paper}" if paper else ""))]
 
 
 def _origin(plan: AnyPlan, recipe: Recipe) -> list[tuple[str, str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -23,7 +21,6 @@ from tomoe.methods.tomoe.overlapping_carving import (
 from tomoe.methods.tomoe.projection import start_logits
 from tomoe.methods.tomoe.sampling import sampled_masks
 from tomoe.model.structure import shape_of
-from tomoe.plans.partition.allocation import allocate, evened
 from tomoe.plans.partition.elimination import backward_elimination
 
 
@@ -68,35 +65,6 @@ def test_experts_are_ranked_on_their_own_tokens_only() -> None:
     assert {int(n) for n in (ranks[1] < 3).nonzero()} == {0, 1, 2}
     assert loss[3] == pytest.approx(0, abs=1e-6)
     assert loss[0] == pytest.approx(float(h.square().sum() / 40), rel=1e-5)
-
-
-def test_allocation_is_the_best_for_convex_losses() -> None:
-    generator = torch.Generator().manual_seed(3)
-    losses = []
-    for _ in range(3):
-        drops = torch.rand(4, generator=generator).sort(descending=True).values
-        losses.append(torch.cat([drops.flip(0).cumsum(0).flip(0), torch.zeros(1)]))
-    units = allocate(losses, [0, 10, 20, 30, 40], 80.0)
-    assert sum(units) == 8
-    best = min(
-        (u for u in itertools.product(range(1, 5), repeat=3) if sum(u) == 8),
-        key=lambda u: sum(loss[n] for loss, n in zip(losses, u, strict=True)),
-    )
-    assert tuple(units) == best
-
-
-@pytest.mark.parametrize(
-    ("units", "even"),
-    [
-        ([8, 6, 1, 2, 2], [8, 3, 3, 3, 2]),
-        ([1, 8, 5, 8], [3, 8, 3, 8]),
-        ([8, 8], [8, 8]),
-        ([1], [1]),
-    ],
-)
-def test_evened_numbers_keep_the_sum_and_what_is_whole(units: list[int], even: list[int]) -> None:
-    assert evened(units, most=8) == even
-    assert sum(even) == sum(units)
 
 
 def test_kmeans_finds_directions_and_no_length_matters() -> None:
