@@ -64,6 +64,12 @@ def route(logits: Float[Tensor, "T N"], top_k: int | None = None) -> Routing:
     return Routing(hard * (1 + (probs - probs.detach())), probs, top_k or 1)
 
 
+def straight_through(logits: Float[Tensor, "T N"], top_k: int, temperature: float) -> Routing:
+    """The choice of the `top_k` largest logits with the gradient of sigmoid((z - threshold) / temperature) to all of them."""
+    hard, soft = _top_k(logits, top_k, temperature)
+    return Routing(hard + (soft - soft.detach()), soft, top_k)
+
+
 def bfloat16_values(weight: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Round to bfloat16: router weights with such values are exact in every export format."""
     return weight.bfloat16().float()
@@ -96,8 +102,7 @@ class ExpertRouter(nn.Module):
 
     def choose(self, x: Float[Tensor, "T D"], temperature: float, top_k: int) -> Routing:
         """Route to fine-grained experts as training does: without noise, with a gradient to experts that are not chosen, too."""
-        hard, soft = _top_k(self(x), top_k, temperature)
-        return Routing(hard + (soft - soft.detach()), soft, top_k)
+        return straight_through(self(x), top_k, temperature)
 
 
 def balance_penalty(routings: Sequence[Routing | None]) -> Float[Tensor, ""]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,23 +19,19 @@ from tomoe.methods.tomoe.networks import AnyNetwork, mask_network
 from tomoe.methods.tomoe.objective import MaskStep
 from tomoe.methods.tomoe.rotation import value_rotations
 from tomoe.model.activation_memory import activation_bytes
-from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
-from tomoe.plans.masking import masked, planned_masks
 from tomoe.plans.partition.elimination import elimination_bytes
 from tomoe.plans.partition.experts import FLOAT32, fine_bytes
 from tomoe.plans.partition.layouts import FineLayout, settle_layout, tolerance_of
 from tomoe.progress import stage_callback
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form
-from tomoe.training.distillation import CHUNK, distill_loss
-from tomoe.training.loop import CHECKED, BestWeights, Training, run_training
+from tomoe.training.distillation import CHUNK
+from tomoe.training.held_out import learning_notes, train_masks_
+from tomoe.training.loop import CHECKED, Training
 from tomoe.training.run_folder import Checkpoint
-
-CHECKED_TOKENS = 4096
-"""Held-out tokens that show, before and after training, what the masks lose."""
 
 
 @method("tomoe", paper="https://openreview.net/forum?id=RFHq46pjb6")
@@ -138,45 +133,14 @@ def start_(net: AnyNetwork, task: Task) -> None:
 
 def learn_(net: AnyNetwork, task: Task) -> dict[str, Any]:
     """Train from the last checkpoint, or else from the start, to the last step. Returns what the plan's notes say of it."""
-    recipe, model, corpus, run = task.recipe, task.model, task.text, task.run
-
-    def loss() -> float:
-        masks = choose_experts(net, model, recipe, corpus.calibration)
-        return planned_loss(model, masks, corpus.evaluation.truncate(CHECKED_TOKENS), recipe.loss.objective)
-
-    steps = recipe.train.steps
-    # before the first step, and after the last
-    checks = BestWeights(net, run, steps, loss, checks=1, keeps=False) if steps else None
+    recipe, model, corpus = task.recipe, task.model, task.text
     step = MaskStep(model, net, recipe)
-    training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
-    run_training(training, "train", task.on_progress)
-    return learning_notes(steps, checks.state() if checks else {})
+    training = Training(model, net, recipe.train, recipe.seed, corpus, task.run, step)
 
+    def plan() -> Plan:
+        return choose_experts(net, model, recipe, corpus.calibration)
 
-@torch.no_grad()
-def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
-    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
-    language-modeling loss if that is the objective.
-
-    Every process reads all of the text: a sharded model runs in all of them or in none.
-    """
-    masks = planned_masks(plan, model.device)
-    total = 0.0
-    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
-        ids, mask = ids.to(model.device), mask.to(model.device)
-        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
-        with masked(model, masks):
-            student = hidden_states(model, ids, mask)
-        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
-    return total / text.tokens
-
-
-def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
-    """What a plan's notes say of a training of `steps` steps; `checked` is the state of the checks on held-out text."""
-    # not if the training was stopped before its last check, or if a loss was not finite
-    if not steps or checked.get("checked") != steps or not math.isfinite(checked["start"]):
-        return {"steps": steps}
-    return {"steps": steps, "held_out_before": checked["start"], "held_out": checked["loss"]}
+    return train_masks_(training, plan, corpus.evaluation, recipe.loss.objective, task.on_progress)
 
 
 def choose_experts(net: AnyNetwork, model: PreTrainedModel, recipe: Recipe, text: Sequences) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -11,14 +13,15 @@ from torch import Tensor
 CLUSTER_STEPS, KMEANS_STEPS = 8, 20
 
 
-def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
-    """Assign each row to a column of high score, `size` rows to a column; those that lose most by another go first."""
+def balanced_assignment(scores: Float[Tensor, "n N"], size: int | Sequence[int]) -> Int[Tensor, " n"]:
+    """Assign each row to a column of high score, `size` rows to a column (one number, or one for each); those that lose most by
+    another go first."""
     best = scores.topk(min(2, scores.shape[1]), dim=1).values
     order = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True)
     # on the CPU, in numpy: row by row a GPU would be waited for
     left = scores[order].cpu().numpy()
     assigned = left.argmax(1)
-    free = [size] * left.shape[1]
+    free = [size] * left.shape[1] if isinstance(size, int) else list(size)
     for i, column in enumerate(assigned):
         free[column] -= 1
         if not free[column]:
