@@ -124,6 +124,28 @@ def test_a_file_of_somebody_else_is_not_replaced_by_a_table(
     assert mine.read_text() == "years of work"
 
 
+@pytest.mark.parametrize(
+    ("verb", "option", "name"),
+    [
+        ("evaluate", "--json", "plan.json"),
+        ("evaluate", "--json", "report.json"),
+        ("evaluate", "--markdown", "README.md"),
+        ("evaluate", "--markdown", "report.html"),
+        ("benchmark", "--json", "evaluation.json"),
+        ("route", "--html", "report.html"),
+    ],
+)
+def test_a_file_of_a_model_is_not_replaced_by_a_table(
+    tomoe: CommandLine, converted: Path, model: Path, tmp_path: Path, verb: str, option: str, name: str
+) -> None:
+    """They have marks of ours in them, too."""
+    moe = shutil.copytree(converted / "moe", tmp_path / "moe")
+    before = contents(moe)
+    models = {"evaluate": (moe,), "benchmark": (model, moe), "route": (moe, "a")}
+    refused(tomoe(verb, *models[verb], option, moe / name), name, "choose another name")
+    assert contents(moe) == before
+
+
 def test_tables_of_ours_are_replaced(tomoe: CommandLine, converted: Path, text: Path, tmp_path: Path) -> None:
     files = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
     for _ in range(2):

@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -147,3 +148,35 @@ def test_a_terminal_that_takes_ascii_only(converted: Path, monkeypatch: pytest.M
     sys.stdout.flush()
     assert left.value.code == 0
     assert "perplexity" in written.getvalue().decode("ascii")
+
+
+def test_a_signal_that_a_job_ignores_stays_ignored() -> None:
+    """A shell starts what runs in the background so, and Ctrl-C is then meant for the script in front."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stoppable():
+            os.kill(os.getpid(), signal.SIGINT)
+            check()
+            with pytest.raises(Stopped):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("closed", "name"), [("0<&-", "stdin"), ("1>&-", "stdout"), ("2>&-", "stderr")])
+def test_a_stream_that_was_closed_leads_nowhere(closed: str, name: str, tmp_path: Path) -> None:
+    """As cron and daemons may start a process: else the next file that is opened gets what is printed."""
+    script = f"""
+import sys, tomoe.__main__ as door
+door._open_streams()
+with open({str(tmp_path / "weights")!r}, "w"):
+    for stream in (sys.stdout, sys.stderr):
+        print("words", file=stream, flush=True)
+assert sys.{name}.fileno() == {("stdin", "stdout", "stderr").index(name)}
+assert sys.stdin.read() == ""
+"""
+    command = f'exec "$0" -c "$1" <&0 {closed}'
+    done = subprocess.run(["sh", "-c", command, sys.executable, script], stdin=subprocess.DEVNULL, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "weights").read_text() == ""

@@ -81,6 +81,9 @@ def test_mistakes_in_python_calls_are_sentences(tmp_path: Path) -> None:
         "one text": lambda: public.generate(model, tokenizer, ["a", "b"]),  # type: ignore[arg-type]
         "max_new_tokens is 0": lambda: public.generate(model, tokenizer, "a", max_new_tokens=0),
         "temperature is -1": lambda: public.generate(model, tokenizer, "a", temperature=-1.0),
+        r"seed is 9223372036854775808, but": lambda: public.generate(model, tokenizer, "a", seed=2**63),
+        "device is 'meta'|no device 'meta'": lambda: public.evaluate([folder], text, device="meta"),
+        "holds half a character": lambda: public.generate(model, tokenizer, "caf\udce9"),
         "temperature is nan": lambda: public.generate(model, tokenizer, "a", temperature=float("nan")),
         "context is 0": lambda: public.evaluate([folder], text, context=0),
         "stride is 0": lambda: public.evaluate([folder], text, stride=0),
@@ -117,3 +120,19 @@ def test_a_long_prompt_in_a_dtype_that_the_processor_emulates_is_named(
         warnings.simplefilter("always")
         public.generate(loaded, tokenizer, prompt, max_new_tokens=1)
     assert any(f"the {tokens} tokens of the prompt" in str(warning.message) for warning in seen) == warned
+
+
+def test_a_temperature_near_zero_is_the_most_likely_token(model: Path) -> None:
+    """Its quotient does not fit a number."""
+    loaded, tokenizer = public.load(str(model), dtype=torch.float32)
+    likely, near = (public.generate(loaded, tokenizer, "the sea", 8, temperature) for temperature in (0.0, 1e-40))
+    assert near == likely
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_predictions_that_are_no_numbers_are_refused(model: Path, temperature: float) -> None:
+    """The most likely of them would be the first token, again and again."""
+    loaded, tokenizer = public.load(str(model), dtype=torch.float32)
+    loaded.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(UserError, match="predictions of the model are not finite numbers"):
+        public.generate(loaded, tokenizer, "the sea", 8, temperature)

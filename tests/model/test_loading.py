@@ -103,7 +103,7 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("We couldn't connect to the hub. Check this.\nAnd that.")
 
     monkeypatch.setattr(hub, "hf_hub_download", unreachable)
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", unreachable)
+    monkeypatch.setattr(stored.AutoConfig, "from_pretrained", unreachable)
     for load in (lambda: load_dense("owner/name", torch.float32), lambda: load_tokenizer("owner/name")):
         with pytest.raises(UserError, match=r"owner/name.*couldn't connect to the hub.*; smollm2-135m needs no hub$"):
             load()

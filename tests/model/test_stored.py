@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from conftest import make_pico, tokens
-from pico_files import CARVED, CommandLine, Outcome, fine, refused, write_text
+from pico_files import CARVED, CommandLine, Outcome, fine, refused, write_pico, write_text
 from stored_models import KINDS, edit_config, edit_tensors, write_stored
 from tomoe.errors import Note, UserError
 from tomoe.model import stored
@@ -318,3 +318,16 @@ def test_code_of_the_folder_is_named(model: Path) -> None:
 def test_the_doctor_needs_no_weights(tomoe: CommandLine, model: Path) -> None:
     (model / "model.safetensors").unlink()
     assert tomoe("doctor", model, "--set", "device=cpu").code == 0
+
+
+@pytest.mark.parametrize(("key", "value"), [("torch_dtype", "torch.bfloat16"), ("dtype", "auto"), ("dtype", "half2")])
+def test_a_dtype_that_a_script_wrote_is_no_hindrance(tomoe: CommandLine, tmp_path: Path, key: str, value: str) -> None:
+    """Every load says which dtype it takes."""
+    dense = write_pico(tmp_path / "dense")
+    meant = logits(load_dense(str(dense), torch.float32))
+    config = json.loads((dense / "config.json").read_text())
+    del config["dtype"]
+    (dense / "config.json").write_text(json.dumps(config | {key: value}))
+    assert torch.equal(logits(load_dense(str(dense), torch.float32)), meant)
+    done = carve(tomoe, tmp_path)
+    assert done.code == 0, done.err

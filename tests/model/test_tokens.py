@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from family_contract import tiny_model
+from tokenizers import processors
 
 from conftest import make_pico
 from pico_files import CARVED, CommandLine, fine, refused, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import Note, UserError
+from tomoe.evaluation.writing.problems import Prompt
+from tomoe.evaluation.writing.run import write
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_tokenizer
-from tomoe.model.tokens import check_ids, check_length
+from tomoe.model.tokens import check_ids, check_length, prompt_ids
 
 
 def with_tokens(folder: Path, **special: object) -> Path:
@@ -107,3 +110,27 @@ def test_a_text_longer_than_the_learned_positions_is_refused() -> None:
     check_length(256, long)
     with pytest.warns(Note, match="a text of 257 tokens"):
         check_length(257, long)
+
+
+@pytest.mark.parametrize("closes", ["<eos>", "<eos> <eos>"])
+def test_a_text_to_continue_is_opened_but_not_closed(closes: str) -> None:
+    """Else the model would write what follows the end of a text."""
+    closing, opening = make_tokenizer(), make_tokenizer(opens_with_bos=True)
+    closing.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"<bos> $A {closes}", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    # an end that stands in the text belongs to it
+    for text in ("the sea", "the sea<eos>", ""):
+        assert prompt_ids(closing, text) == prompt_ids(opening, text) == opening(text).input_ids
+    dense = tiny_model("llama", vocab_size=len(opening))
+    first, second = (generate(dense, tokenizer, "the sea", max_new_tokens=8) for tokenizer in (closing, opening))
+    assert first == second
+    first, second = (write(dense, tokenizer, [Prompt("", "", "the sea")], 8).ids for tokenizer in (closing, opening))
+    assert first == second
+
+
+def test_a_prompt_that_grows_beyond_the_positions_is_named_once() -> None:
+    dense = tiny_model("llama", vocab_size=259, max_position_embeddings=16)
+    with pytest.warns(Note, match="a text of 22 tokens is longer than the 16 positions") as noted:
+        generate(dense, make_tokenizer(), "a" * 18, max_new_tokens=4)
+    assert len(noted) == 1

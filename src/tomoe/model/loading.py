@@ -189,9 +189,12 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     model has no row for one of its tokens."""
     place = _locate(model)
     with one_sentence(model, place, part="tokenizer"), reading_by(FastReader):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**location(place), trust_remote_code=False)
         # the tokens of a .gguf file are those of its rows, and reading its config takes seconds
-        rows = None if is_gguf(place) else getattr(read_config(place).get_text_config(), "vocab_size", None)
+        config = None if is_gguf(place) else read_config(place)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **location(place), config=config, trust_remote_code=False
+        )
+        rows = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
     # transformers makes some tokenizers out of no file at all
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"cannot load the tokenizer {model}: it has no files of one; {TOKENIZER_ADVICE}")

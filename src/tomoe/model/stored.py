@@ -26,7 +26,6 @@ from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
 from tomoe.model.gguf_input import GgufFile
 from tomoe.model.gguf_tensors import reading_by
 from tomoe.model.names import check_no_adapter
-from tomoe.model.shape import text_config
 from tomoe.model.trouble import check_generation_config, usable_config
 
 # Causal masks, which older versions of transformers stored among the weights: GPT-Neo, StarCoder and others have them.
@@ -49,14 +48,15 @@ def read_config(place: Path | str) -> PreTrainedConfig:
     """The config of a folder, file or hub id; attention runs by what is installed here. Raises UserError for a .gguf file
     that is no model, or that says what no config can."""
     file = GgufFile.read(place) if is_gguf(place) else None
+    config: PreTrainedConfig
     with nullcontext() if file is None else reading_by(file.reader):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **location(place))
+        try:
+            config = AutoConfig.from_pretrained(trust_remote_code=False, **location(place))
+        except AttributeError:
+            # "torch.bfloat16" or "auto", as scripts write them, name no dtype; every load here says which one it takes
+            config = AutoConfig.from_pretrained(trust_remote_code=False, dtype="float32", **location(place))
     if file is not None:
         file.settle_(config)
-    for part in (config, text_config(config)):
-        # "torch.bfloat16" or "auto", as scripts write them: no name of a dtype, and every load here says which it takes
-        if isinstance(part.dtype, str):
-            part.dtype = getattr(torch, part.dtype.removeprefix("torch."), None)
     config._attn_implementation = None
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     return config
