@@ -90,6 +90,17 @@ def test_attentions_are_returned(family: str) -> None:
     assert len(moe(ids).attentions) == moe.config.num_hidden_layers
 
 
+def test_asking_adds_nothing_to_modules_that_another_thread_may_be_running() -> None:
+    """Hooks come and go in a dict that a thread in the middle of the module goes through."""
+    moe, _ = pico_moe("llama")
+    seen: list[int] = []
+    parts = [part for layer in moe.model.layers for part in (layer.mlp.router, layer.self_attn)]
+    note = lambda *_: seen.append(sum(len(part._forward_hooks) for part in parts))  # noqa: E731
+    with hooked([moe.model.layers[0].register_forward_pre_hook(note)]):
+        moe(tokens(2, 7), output_attentions=True, output_router_logits=True)
+    assert seen == [0]
+
+
 @pytest.mark.parametrize("part", ["", "mlp.router", "self_attn"])
 def test_two_threads_ask_one_model_for_router_logits_and_attentions(part: str) -> None:
     """As a server does: one call runs in another thread while the first is in the middle of a layer, or of what it asks."""
