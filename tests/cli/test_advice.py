@@ -57,7 +57,7 @@ def test_a_damaged_plan_of_inputs_is_made_again_by_a_conversion(
     for damage in ({"path": 3}, {"projections": {}}):
         (folder / "plan.json").write_text(json.dumps(values | damage))
         done = tomoe("inspect", folder)
-        refused(done, "use --form inputs to convert the model again")
+        refused(done, "use --method inputs to convert the model again")
         assert "tomoe plan" not in done.err
         with pytest.raises(UserError, match=r"use experts\.form=inputs"):
             InputsPlan.load(folder)

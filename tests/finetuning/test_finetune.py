@@ -267,7 +267,7 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, p
     assert "did not come from" in sentence(*own, "--dense", other, "-o", out)
     assert "use --dense MODEL to name the dense model" in sentence(*own, "--dense", tmp_path / "off", "-o", out)
     shutil.copytree(place / "out", tmp_path / "bare", ignore=shutil.ignore_patterns("run"))
-    assert "name some with --data" in sentence("finetune", tmp_path / "bare", "-o", out)
+    assert "use --data FILE to name some" in sentence("finetune", tmp_path / "bare", "-o", out)
     assert "no key 'shrad'" in sentence(*own, "--set", "train.shrad=1", "-o", out)
     assert not out.exists()
 

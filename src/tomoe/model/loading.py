@@ -147,7 +147,7 @@ def note_rounding(model: str, dtype: torch.dtype) -> None:
         kept, taken = (str(t).removeprefix("torch.") for t in (stored, dtype))
         warnings.warn(
             f"the weights of {model} are stored in {kept}, and are rounded to {taken}, in which the dense model is measured too; "
-            f"--set train.dtype={kept} keeps them as they are",
+            f"train.dtype={kept} keeps them as they are",
             Note,
             stacklevel=2,
         )
