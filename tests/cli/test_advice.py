@@ -59,7 +59,7 @@ def test_a_damaged_plan_of_inputs_is_made_again_by_a_conversion(
         done = tomoe("inspect", folder)
         refused(done, "use --method inputs to convert the model again")
         assert "tomoe plan" not in done.err
-        with pytest.raises(UserError, match=r"use experts\.form=inputs"):
+        with pytest.raises(UserError, match=r"use method\.name=inputs"):
             InputsPlan.load(folder)
 
 

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.methods.base import Method, MethodConfig, Task
 from tomoe.methods.carve import Carve
 from tomoe.methods.registry import method
@@ -280,7 +280,8 @@ class DotMoE(Method):
         if recipe.active != trained_for:
             raise UserError(
                 f"{task.run.path} learned which neurons form an expert for active = {trained_for}, so a plan for {recipe.active} "
-                "needs a run of its own; or use other numbers of experts when the model runs (--active)"
+                "needs a run of its own",
+                Advice("active", "when the model runs, which then uses other numbers of them", "FRACTION", here=False),
             )
         net = self._network(task)
         task.run.restore(checkpoint, net, None)
