@@ -64,7 +64,7 @@ def find(name: str) -> type[Method]:
 def _in_file(path: Path, class_name: str) -> type[Method]:
     """Runs the file as a module of its own; its classes need not register themselves."""
     if not path.is_file():
-        raise UserError(f"there is no file {path} with a method; --method takes a name or FILE.py:CLASS")
+        raise UserError(f"there is no file {path} with a method; a method is a name or FILE.py:CLASS")
     spec = importlib.util.spec_from_file_location(f"tomoe_method_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
