@@ -10,12 +10,13 @@ from tomoe.budget import active_params, decoder_params
 from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
 
-# Whether the groups follow which tokens a neuron works on.
+# Whether the activations of a layer tell its groups: by the tokens that a neuron works on.
 METHODS = {
     "carve": True,
     "random_split": False,
     "cmoe": True,
     "expert_weaver": True,
+    "llama_moe": False,
 }
 EXPERTS, SIZE, USED = 8, 4, 3
 
