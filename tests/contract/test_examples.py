@@ -112,5 +112,5 @@ def test_own_method(place: Path, tomoe: CommandLine) -> None:
 
 def test_every_example_is_run_here() -> None:
     tested = Path(__file__).read_text("utf-8")
-    for example in EXAMPLES.iterdir():
+    for example in EXAMPLES.glob("*.py"):
         assert f'"{example.name}"' in tested
