@@ -21,6 +21,7 @@ from test_export_equation import Case, refusal
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import tomoe as api
 from conftest import make_pico, make_plan, tokens, write_export
 from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.export import padding_notice
@@ -130,6 +131,24 @@ def test_with_all_experts_no_router_decides(case: Case) -> None:
 
 def set_top_k(plan: Plan, k: int) -> Plan:
     return replace(plan, layers=tuple(replace(layer, top_k=k) for layer in plan.layers))
+
+
+def test_learned_groups_and_routers_are_exported_as_they_are(tmp_path: Path) -> None:
+    """Logits of learned routers lie closer together than those of fitted ones, so the tokens without a near tie decide."""
+    dense = make_pico("llama")
+    recipe = {
+        "train.warmup_steps": 0,
+        "train.learning_rate": 0.05,
+        "train.dtype": "float32",
+        "experts.num_experts": 8,
+        "train.steps": 3,
+    }
+    with torch.enable_grad():
+        plan = api.plan(dense, "dot_moe", tokens(8, 40), active=0.698, recipe=recipe)
+    case = written(dense, plan, tmp_path / "out")
+    assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), case.folded)
+    everything, converted = all_experts(case)
+    assert compare(case, everything, converted, tokens(8, 16, seed=5))[0] == 1
 
 
 def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -> None:
