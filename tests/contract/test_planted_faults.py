@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import tomoe.plans.masking as masking
 from conftest import make_pico, make_plan, tokens
-from tomoe.methods.tomoe.gumbel import gumbel_of, uniform_noise
+from tomoe.methods.tomoe.gumbel import gumbel_noise
 from tomoe.model.shape import ModelShape
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
@@ -116,7 +116,7 @@ def test_rotary_frequencies_of_other_pairs(dense: PreTrainedModel) -> None:
 
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(logits: Tensor) -> Routing:
-        return route(logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0)))
+        return route(logits + gumbel_noise(logits, 0))
 
     monkeypatch.setattr(planned_experts, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED
@@ -124,7 +124,7 @@ def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.Mo
 
 def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(logits: Tensor, top_k: int) -> Tensor:
-        noisy_logits = logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0))
+        noisy_logits = logits + gumbel_noise(logits, 0)
         return torch.zeros_like(logits).scatter_(-1, noisy_logits.topk(top_k, -1).indices, 1.0)
 
     plan = make_plan(dense, "per_token")

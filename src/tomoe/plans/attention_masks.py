@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.model.attention import rotate_heads
-from tomoe.model.compiled import fused
 from tomoe.model.hooks import input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts
@@ -20,16 +19,15 @@ from tomoe.plans.layer import LayerPlan
 from tomoe.plans.routing import largest
 
 
-# Without shapes, as torch.compile traces it.
 def value_logits(
-    x: Tensor,
-    project_in: Tensor,
-    embedding: Tensor,
+    x: Float[Tensor, "T D"],
+    project_in: Float[Tensor, "E D"],
+    embedding: Float[Tensor, " E"],
     norm: Callable[[Tensor], Tensor],
-    project_out: Tensor,
-    start: Tensor,
-) -> Tensor:
-    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32: of x [T, D], logits [T, C]."""
+    project_out: Float[Tensor, "C E"],
+    start: Float[Tensor, " C"],
+) -> Float[Tensor, "T C"]:
+    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32."""
     return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
 
 
@@ -77,14 +75,10 @@ class AttentionMasks(Protocol):
         """The V/O dims that each token uses, from the input of the attention."""
 
 
-# Without shapes, as torch.compile traces it.
 def times_heads(y: Tensor, mask: Tensor) -> Tensor:
     """y [.., heads C] times the mask of a head, [C] or [T, C]."""
     tiled = mask.to(y.dtype).repeat(*[1] * (mask.dim() - 1), y.shape[-1] // mask.shape[-1])
     return y * (tiled if mask.dim() == 1 else tiled.view(*y.shape[:-1], -1))
-
-
-_fused_times_heads = fused(times_heads)
 
 
 def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
@@ -96,14 +90,14 @@ def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[Remova
         now["values"] = masks.values(input_of(args, kwargs).flatten(0, -2))
 
     def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        return _fused_times_heads(y, masks.qk_mask)
+        return times_heads(y, masks.qk_mask)
 
     def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         turned = y if rotation is None else rotate_heads(y, rotation)
-        return _fused_times_heads(turned, now["values"])
+        return times_heads(turned, now["values"])
 
     def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        kept = _fused_times_heads(args[0], now.pop("values"))
+        kept = times_heads(args[0], now.pop("values"))
         return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
 
     yield parts.attention.module.register_forward_pre_hook(choose, with_kwargs=True)

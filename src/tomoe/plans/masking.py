@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.model.compiled import fused
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape
@@ -69,15 +68,6 @@ def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[Planne
     return [PlannedLayerMasks(layer, plan.shape, torch.device(device)) for layer in plan.layers]
 
 
-# Without shapes, as torch.compile traces it.
-def times(y: Tensor, mask: Tensor) -> Tensor:
-    """y [.., n] times the mask [T, n] of its tokens."""
-    return y * mask.view(y.shape).to(y.dtype)
-
-
-_fused_times = fused(times)
-
-
 def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle]:
     """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient)."""
     now: dict[str, Tensor] = {}
@@ -87,7 +77,7 @@ def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle
 
     def mask_neurons(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # a mask of float32 for each layer is more than memory should hold until the next step
-        return (_fused_times(args[0], now.pop("neurons")),)
+        return (args[0] * now.pop("neurons").view(args[0].shape).to(args[0].dtype),)
 
     yield parts.mlp.module.register_forward_pre_hook(choose_neurons, with_kwargs=True)
     yield parts.mlp.down.register_forward_pre_hook(mask_neurons)

@@ -133,9 +133,6 @@ class TrainSection(LoopSection):
     as stored."""
     shard: bool = False
     """Shard the frozen base over the ranks of torchrun (FSDP2)."""
-    compile: Literal["auto"] | bool = "auto"
-    """Whether decoder layers and noise run by torch.compile: the same numbers but for rounding. With fine-grained experts only
-    the teacher's layers are. `auto`: on CUDA, unless the base is sharded."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -145,8 +142,6 @@ class TrainSection(LoopSection):
                 f"train.dtype is float16, in which small gradients are lost, but train.steps is {self.steps}; choose "
                 "bfloat16 or float32, or learn nothing (train.steps = 0)"
             )
-        if self.compile is True and self.shard:
-            raise UserError("train.compile = true needs a base that is not sharded; set it to auto")
         return self
 
 

@@ -113,9 +113,5 @@ class SampledAttention:
         if self.static_values is not None:
             return self.static_values
         masks = self.sample(self.net.value_logits(self.index, x, self.embedding), seed=self.token_seed)
-        self.note_values(masks)
-        return masks
-
-    def note_values(self, masks: Float[Tensor, "T C"]) -> None:
-        """Keep the masks of the real tokens for the losses."""
         self.value_masks = masks if self.valid is None else masks[self.valid]
+        return masks

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.methods.tomoe.graph_masks import masked_in_graphs
 from tomoe.methods.tomoe.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
 from tomoe.methods.tomoe.networks import AnyNetwork
-from tomoe.methods.tomoe.overlapping import OverlappingNetwork
 from tomoe.methods.tomoe.sampling import SampledLayerMasks, sampled_masks
-from tomoe.model.compiled import CompiledLayers, asked, fusing, learning_input
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
 from tomoe.plans.masking import masked
@@ -51,11 +47,7 @@ class MaskStep:
     """The step function that learns masks and routers; the frozen dense model is the teacher, too."""
 
     def __init__(self, model: PreTrainedModel, net: AnyNetwork, recipe: Recipe):
-        self.model, self.net, self.recipe, train = model, net, recipe, recipe.train
-        self.compiled = not train.shard and asked(train.compile, model.device)
-        self.layers: AbstractContextManager[None] = CompiledLayers(model) if self.compiled else nullcontext()
-        # of fine-grained experts a token uses another number in each layer, which no graph could serve
-        self.student_in_graphs = self.compiled and isinstance(net, OverlappingNetwork)
+        self.model, self.net, self.recipe = model, net, recipe
 
     def target(self, step: int) -> float:
         """Return the active fraction that a step aims at: it falls from 1 to `active` during the budget warm-up."""
@@ -65,10 +57,6 @@ class MaskStep:
 
     def __call__(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         """Forward and backward of one batch; leaves gradients (of the mean over a step's batches) in the mask network."""
-        with fusing(self.compiled):
-            return self._run(batch, step, micro)
-
-    def _run(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         model, net, recipe = self.model, self.net, self.recipe
         ids = batch.input_ids.to(model.device)
         # asked where the mask is, as a device would have to be waited for
@@ -77,23 +65,12 @@ class MaskStep:
         masks = sampled_masks(net, *seeds, None if mask is None else mask.flatten())
         teacher = None
         if recipe.loss.objective == "kl":
-            with torch.no_grad(), self.layers:
+            with torch.no_grad():
                 teacher = hidden_states(model, ids, mask)
         # around the backward pass too: activation checkpointing runs layers again there
-        with self._student(masks, ids.numel()) as settle:
+        with masked(model, masks):
             student = hidden_states(model, ids, mask)
-            settle()
             distill = distill_loss(student, teacher, ids, mask, family_head(model))
             loss, terms = objective(distill, masks, net.shape, self.target(step), recipe.loss, net.layout.uniform)
             (loss / recipe.train.gradient_accumulation_steps).backward()
         return {"loss": loss.detach(), **{name: t.detach() for name, t in terms.items()}}
-
-    @contextmanager
-    def _student(self, masks: Sequence[SampledLayerMasks], tokens: int) -> Iterator[Callable[[], None]]:
-        """The model is masked inside the block; what it yields is called after the forward pass."""
-        if not self.student_in_graphs:
-            with masked(self.model, masks), learning_input(self.model) if self.compiled else nullcontext():
-                yield lambda: None
-            return
-        with masked_in_graphs(self.model, masks, tokens) as settle, learning_input(self.model), self.layers:
-            yield settle

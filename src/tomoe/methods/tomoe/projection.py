@@ -8,7 +8,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tomoe.methods.tomoe.gumbel import keep_logit, keep_probability
-from tomoe.model.compiled import fused
 from tomoe.plans.partition.allocation import bisected
 from tomoe.seeds import derive_seed
 
@@ -50,19 +49,12 @@ class Projection(nn.Module):
         self.register_buffer("start", start)
 
     def forward(self, embedding: Float[Tensor, "*m E"]) -> Float[Tensor, "*m size"]:
-        return _projected(embedding, self.norm.weight, self.norm.bias, self.linear.weight) + self.start
+        return self.linear(F.gelu(self.norm(embedding))) + self.start
 
     def start_at_(self, start: Float[Tensor, "*n size"]) -> None:
         """Set the start; the learned difference to it is zero, so that step 0 is the carved plan itself."""
         self.start.copy_(start)
         self.linear.weight.zero_()
-
-
-# Without shapes, as torch.compile traces it.
-@fused
-def _projected(embedding: Tensor, weight: Tensor, bias: Tensor, linear: Tensor) -> Tensor:
-    """LayerNorm -> GELU -> Linear."""
-    return F.linear(F.gelu(F.layer_norm(embedding, embedding.shape[-1:], weight, bias)), linear)
 
 
 def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
