@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tomoe.errors import UserError
-from tomoe.files import read_json
 from tomoe.plans.inputs import InputsPlan as InputsPlan
 from tomoe.plans.inputs import Knot as Knot
 from tomoe.plans.layer import LayerCounts as LayerCounts
 from tomoe.plans.layer import LayerPlan as LayerPlan
 from tomoe.plans.manifest import FINETUNED as FINETUNED
-from tomoe.plans.manifest import OF_INPUTS
 from tomoe.plans.manifest import REPAIRED as REPAIRED
+from tomoe.plans.manifest import is_of_inputs, read_head
 from tomoe.plans.plan import Plan as Plan
 from tomoe.plans.tensors import ALWAYS as ALWAYS
 from tomoe.plans.tensors import always_used as always_used
@@ -26,8 +24,4 @@ AnyPlan = Plan | InputsPlan  # a plan of any form
 
 def read_plan(folder: Path) -> AnyPlan:
     """Read and check a plan of any form. Raises UserError if the folder holds none, or a damaged one."""
-    path = folder / "plan.json"
-    if not path.is_file():
-        raise UserError(f"{folder} holds no plan (no plan.json); make one with `tomoe convert` or `tomoe plan`")
-    of_inputs = read_json(path).get("format") == OF_INPUTS
-    return InputsPlan.load(folder) if of_inputs else Plan.load(folder)
+    return InputsPlan.load(folder) if is_of_inputs(read_head(folder)) else Plan.load(folder)

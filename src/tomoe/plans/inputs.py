@@ -13,10 +13,16 @@ from typing import Any, ClassVar
 
 from tomoe.budget import BUDGET_TOLERANCE, decoder_params
 from tomoe.errors import Advice, UserError
-from tomoe.files import read_json
 from tomoe.model.projections import KINDS, Kind
 from tomoe.model.shape import ModelShape
-from tomoe.plans.manifest import OF_INPUTS, damage_in_a_sentence, parsed_metadata, parsed_shape, write_head
+from tomoe.plans.manifest import (
+    damage_in_a_sentence,
+    is_of_inputs,
+    parsed_metadata,
+    parsed_shape,
+    read_head,
+    write_head,
+)
 from tomoe.recipe.target_rules import Form
 
 Counts = Mapping[Kind, Sequence[int]]
@@ -134,13 +140,13 @@ class InputsPlan:
                 {"active": knot.active, **{kind: list(knot.inputs[kind]) for kind in self.names}} for knot in self.path
             ],
         }
-        write_head(folder, self, OF_INPUTS, own)
+        write_head(folder, self, own)
 
     @classmethod
     def load(cls, folder: Path) -> InputsPlan:
         """Read and check a plan. Raises UserError if the folder holds a damaged one, or one of another form."""
-        head = read_json(folder / "plan.json")
-        if head.get("format") != OF_INPUTS:
+        head = read_head(folder)
+        if not is_of_inputs(head):
             raise UserError(f"{folder} holds a plan of experts, not of inputs", AGAIN_AS_INPUTS)
         with damage_in_a_sentence(folder, AGAIN_AS_INPUTS):
             return cls(**_parse(head))

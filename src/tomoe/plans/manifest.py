@@ -15,10 +15,7 @@ from tomoe.errors import Advice, UserError, shortened
 from tomoe.files import atomic_write, read_json
 from tomoe.model.shape import ModelShape
 
-FORMATS = {"overlapping": ("tomoe-plan-1", "tomoe-plan-3"), "fine": ("tomoe-plan-4", "tomoe-plan-4")}
-"""Formats of a plan of experts, without and with rotated values: versions that know less must refuse it."""
-FORMAT = FORMATS["overlapping"][0]  # the first format, in which a token uses one expert
-OF_INPUTS = "tomoe-plan-5"  # the format of a plan whose tokens choose inputs (`plan.inputs`)
+FORMAT = "tomoe-plan-1"
 REPAIRED = "repair"  # the note of a plan whose projections were refitted: how, on what text, with what gain
 FINETUNED = "finetuned"
 """The note of a plan whose weights were fine-tuned after folding: which weights, how, from which model."""
@@ -36,31 +33,30 @@ MAX_SIZES = {
 }
 
 
-def write_head(folder: Path, plan: Any, plan_format: str, own: dict[str, Any]) -> None:
+def write_head(folder: Path, plan: Any, own: dict[str, Any]) -> None:
     """Write plan.json atomically, with what all plans have beside its own values; the same plan gives the same bytes."""
     head = own | {name: getattr(plan, name) for name in METADATA}
-    head |= {"format": plan_format, "shape": asdict(plan.shape), "active_fraction": plan.active_fraction()}
+    head |= {"format": FORMAT, "shape": asdict(plan.shape), "active_fraction": plan.active_fraction()}
     atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
 
 
 def read_head(folder: Path) -> dict[str, Any]:
-    """plan.json of experts. Raises UserError if the folder holds no such plan, or one of an unknown format."""
+    """plan.json of any plan. Raises UserError if the folder holds none, or one of an unknown format."""
     path = folder / "plan.json"
-    head = read_json(path) if path.is_file() else {}
-    if head.get("format") == OF_INPUTS:
+    if not path.is_file():
+        raise UserError(f"{folder} holds no plan (no plan.json); make one with `tomoe convert` or `tomoe plan`")
+    head = read_json(path)
+    if head.get("format") != FORMAT:
         raise UserError(
-            f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts",
-            Advice("method.name", "to convert the model again", "carve", here=False),
-        )
-    if not path.is_file() or not (folder / "plan.safetensors").is_file():
-        raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
-    known = sorted({name for names in FORMATS.values() for name in names})
-    if head.get("format") not in known:
-        raise UserError(
-            f"{path} has format {str(head.get('format'))[:40]!r}, this version reads {known[0]!r} to {known[-1]!r}; make the "
-            "plan again or update tomoe"
+            f"{path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r}; make the plan again or "
+            "update tomoe"
         )
     return head
+
+
+def is_of_inputs(head: dict[str, Any]) -> bool:
+    """Whether plan.json is that of a plan whose tokens choose inputs (`plans.inputs`)."""
+    return "projections" in head
 
 
 @contextmanager
@@ -78,14 +74,13 @@ def damage_in_a_sentence(folder: Path, again: str | Advice = "make it again with
 
 def parsed_choices(head: dict[str, Any], shape: ModelShape) -> list[tuple[int, int]]:
     """(V/O dims, experts) of a token in each layer. Raises ValueError, KeyError or TypeError for values that no plan has."""
-    value_top_k = head["value_top_k"]
-    top_k = [1] * shape.num_layers if head["format"] == FORMAT else head["experts_per_token"]
-    for name, numbers in (("value_top_k", value_top_k), ("experts_per_token", top_k)):
+    columns = {name: head[name] for name in ("value_top_k", "experts_per_token")}
+    for name, numbers in columns.items():
         if not isinstance(numbers, list) or any(type(k) is not int for k in numbers):
             raise TypeError(f"{name} is not a list of integers")
         if len(numbers) != shape.num_layers:
             raise ValueError(f"it holds {len(numbers)} layers, its model has {shape.num_layers}")
-    return list(zip(value_top_k, top_k, strict=True))
+    return list(zip(*columns.values(), strict=True))
 
 
 def parsed_shape(values: dict[str, Any]) -> ModelShape:

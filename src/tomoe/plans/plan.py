@@ -15,15 +15,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tomoe.budget import active_params, decoder_params, layer_params
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
 from tomoe.plans.layer import LayerCounts, LayerPlan
 from tomoe.plans.manifest import (
     FORMAT,
-    FORMATS,
     REPAIRED,
     damage_in_a_sentence,
+    is_of_inputs,
     parsed_choices,
     parsed_metadata,
     parsed_shape,
@@ -155,29 +155,33 @@ class Plan:
         """Write both files atomically; the same plan gives the same bytes. Raises UserError if they cannot be written."""
         tensors: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            fine = layer.form == "fine"
-            names = TENSORS | (FINE if fine else {}) | ({} if layer.value_rotation is None else ROTATION)
-            parts = {name: getattr(layer, field) for field, name in names.items()}
+            fields = {name: getattr(layer, field) for field, name in (TENSORS | FINE | ROTATION).items()}
+            parts = {name: t for name, t in fields.items() if t is not None}
             parts |= {f"{ROUTER}{k}": v for k, v in layer.value_router.items()}
             parts |= {f"{REFIT}{k}": v for k, v in layer.refit.items()}
             parts["router_weight"] = _halved(layer.router_weight)
-            parts |= {name: _packed(parts[name]) for name in (PACKED if fine else ())}
+            parts |= {name: _packed(parts[name]) for name in PACKED if name in parts}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
-        plan_format = FORMATS[self.form][self.rotated]
-        data = save(tensors, metadata={"format": plan_format})
+        data = save(tensors, metadata={"format": FORMAT})
         own: dict[str, Any] = {
             "value_top_k": [layer.value_top_k for layer in self.layers],
+            "experts_per_token": [layer.top_k for layer in self.layers],
             "tensors_sha256": hashlib.sha256(data).hexdigest(),
         }
-        if plan_format != FORMAT:
-            own["experts_per_token"] = [layer.top_k for layer in self.layers]
         atomic_write(folder / "plan.safetensors", data)
-        write_head(folder, self, plan_format, own)
+        write_head(folder, self, own)
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
-        """Read and check a plan. Raises UserError if the folder holds none, a damaged one, or one of an unknown format."""
+        """Read and check a plan of experts. Raises UserError if the folder holds none, or a damaged one."""
         head, tensors = read_head(folder), folder / "plan.safetensors"
+        if is_of_inputs(head):
+            raise UserError(
+                f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts",
+                Advice("method.name", "to convert the model again", "carve", here=False),
+            )
+        if not tensors.is_file():
+            raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
         with damage_in_a_sentence(folder):
             shape = parsed_shape(head["shape"])
             chosen, metadata = parsed_choices(head, shape), parsed_metadata(head)
@@ -222,9 +226,9 @@ def _read_layers(path: Path, shape: ModelShape, chosen: list[tuple[int, int]]) -
         names_of_layers = list(checked_layers(stored, shape))
         for i, (names, (value_top_k, top_k)) in enumerate(zip(names_of_layers, chosen, strict=True)):
             read = {part: file.get_tensor(f"layers.{i}.{part}") for part in names}
-            packed = {part: t for part, t in read.items() if part in PACKED and t.dtype == torch.uint8}
-            read |= {part: _unpacked(t, shape.mlp_size) for part, t in packed.items()}
-            tensors = {part: t if part in MASKS or part.startswith(REFIT) else t.float() for part, t in read.items()}
+            read |= {part: _unpacked(read[part], shape.mlp_size) for part in PACKED if part in read}
+            kept = (*MASKS, *PACKED)
+            tensors = {part: t if part in kept or part.startswith(REFIT) else t.float() for part, t in read.items()}
             router = {part.removeprefix(ROUTER): t for part, t in tensors.items() if part.startswith(ROUTER)}
             fields = {field: tensors[name] for field, name in (TENSORS | FINE | ROTATION).items() if name in tensors}
             refit = {part.removeprefix(REFIT): t for part, t in tensors.items() if part.startswith(REFIT)}

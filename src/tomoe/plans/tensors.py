@@ -26,8 +26,8 @@ TENSORS = {
 FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
 ROTATION = {"value_rotation": "value_rotation"}
 FIELDS = {name: field for field, name in (TENSORS | FINE).items()}
-PACKED = ("expert_neurons", "shared_neurons")  # masks that fine-grained experts store as bits
-MASKS = (*PACKED, "qk_kept", "value_kept")
+PACKED = ("expert_neurons", "shared_neurons")  # masks that are stored as bits
+MASKS = ("qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
 FLOATS: tuple[str, ...] = ("F32", "BF16", "F16")
@@ -96,7 +96,7 @@ def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> di
     """Shape and possible dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
     fine = any(f"{prefix}{name}" in stored for name in FINE.values())
-    shapes, packed = layer_shapes(s, experts, "fine" if fine else "overlapping"), PACKED if fine else ()
+    shapes = layer_shapes(s, experts, "fine" if fine else "overlapping")
     if any(name.startswith(prefix + ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{ROUTER}norm.bias"]
         shapes |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}
@@ -104,7 +104,7 @@ def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> di
     refit = prefix + REFIT
     stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
     shapes |= {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
-    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(packed, ("U8",))
+    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(PACKED, ("U8",))
     # bytes of eight neurons, the first of them in the lowest bit
-    shapes |= {name: (*shapes[name][:-1], ceil_div(shapes[name][-1], 8)) for name in packed}
+    shapes |= {name: (*shapes[name][:-1], ceil_div(shapes[name][-1], 8)) for name in PACKED if name in shapes}
     return {name: (size, dtypes[name]) for name, size in shapes.items()}
