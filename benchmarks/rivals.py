@@ -41,7 +41,8 @@ import tomoe
 from tomoe.evaluation.speed import throughput
 from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.throughput import in_own_memory, prefill
-from tomoe.evaluation.writing.run import LoadedTask, load
+from tomoe.evaluation.writing import humaneval
+from tomoe.evaluation.writing.run import ProgramTask, load
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.files import format_bytes
 from tomoe.model.generation import asked
@@ -142,14 +143,16 @@ def solved(path: Path, dense: str, problems: Path, limit: int | None) -> tuple[i
     """How many problems of HumanEval a GGUF file solves, greedily and through the chat template of the dense model; of how
     many."""
     loaded = load("humaneval", problems, limit, run_code=True)
-    assert isinstance(loaded, LoadedTask)
-    tokenizer, task = load_tokenizer(dense), loaded.task
-    prompts = [task.prompt(row) for row in loaded.rows]
+    assert isinstance(loaded, ProgramTask)
+    tokenizer, rows = load_tokenizer(dense), loaded.problems
+    prompts = [humaneval.prompt_of(row) for row in rows]
     ids = [asked(tokenizer, prompt.question, prompt.begun) for prompt in prompts]
-    engine = LlamaCpp(path, 1, max(map(len, ids)) + task.most, letter=0, threads=1)
+    engine = LlamaCpp(path, 1, max(map(len, ids)) + humaneval.MOST, letter=0, threads=1)
     # llama.cpp stops at texts, not at expressions: where a line that begins so ends the function
-    stop = [f"\n{character}" for character in string.printable if task.ended(f"\n{character}")]
-    hits = [task.solved(row, engine.write(begun, task.most, stop)) for row, begun in zip(loaded.rows, ids, strict=True)]
+    stop = [f"\n{character}" for character in string.printable if humaneval.function_ended(f"\n{character}")]
+    hits = [
+        humaneval.passes(row, engine.write(begun, humaneval.MOST, stop)) for row, begun in zip(rows, ids, strict=True)
+    ]
     return sum(hits), len(hits)
 
 

@@ -21,7 +21,7 @@ from pico_tokenizer import make_spaced_tokenizer, make_tokenizer
 from tomoe.errors import UserError
 from tomoe.evaluation.tasks import TaskSet, TaskSpec, parse_tasks
 from tomoe.evaluation.writing.continuations import continuations
-from tomoe.evaluation.writing.problems import Prompt, answer_of, body, function_ended, runs
+from tomoe.evaluation.writing.humaneval import Prompt, body, function_ended, runs
 from tomoe.evaluation.writing.run import distinct, loops, write
 from tomoe.methods.inputs import plan_inputs
 from tomoe.model.generation import asked, generate
@@ -211,21 +211,6 @@ def test_a_function_ends_where_a_line_begins_at_the_margin() -> None:
     assert body("def again(): pass") == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("so 3 + 4 = 7.\n#### 7", 7),
-        ("It is $1,250.50 in all", 1250.5),
-        ("#### none, so 8", 8),
-        ("5 then\nQuestion: 9?", 5),
-        ("####  -3 apples and 4", -3),
-        ("no", None),
-    ],
-)
-def test_the_number_of_an_answer(text: str, number: float | None) -> None:
-    assert answer_of(text) == number
-
-
 # -- loops
 
 
@@ -247,16 +232,12 @@ def test_a_loop_is_a_stretch_that_repeats_to_the_end() -> None:
 
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
-    rows = {
-        "humaneval": [
-            {"prompt": f"def f{i}(x):\n", "entry_point": f"f{i}", "test": f"def check(f):\n    assert f({i}) == {i}"}
-            for i in range(5)
-        ],
-        "gsm8k": [{"question": f"What is {i}?", "answer": f"It is\n#### {i}"} for i in range(4)],
-    }
-    for name, lines in rows.items():
-        (tmp_path / "tasks" / name).mkdir(parents=True)
-        (tmp_path / "tasks" / name / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [
+        {"prompt": f"def f{i}(x):\n", "entry_point": f"f{i}", "test": f"def check(f):\n    assert f({i}) == {i}"}
+        for i in range(5)
+    ]
+    (tmp_path / "tasks" / "humaneval").mkdir(parents=True)
+    (tmp_path / "tasks" / "humaneval" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "tasks"
 
 
@@ -267,9 +248,8 @@ def test_answers_are_scored(model: Path, problems: Path, monkeypatch: pytest.Mon
 
     def write(_m: object, _t: object, prompts: list[list[int]], *_: object) -> list[list[int]]:
         seen.extend(tokenizer.decode(prompt) for prompt in prompts)
-        solved = ["    return x\n", "    return 1\n```", "    return 0", "    return 3\nwrong("]
-        said = solved if "def f" in seen[0] else ["#### 0", "0 and\n#### 5", "2"]
-        return [tokenizer(text)["input_ids"] for text in said]
+        said = ["    return x\n", "    return 1\n```", "    return 0", "    return 3\nwrong("]
+        return [tokenizer(text)["input_ids"] for text in said[: len(prompts)]]
 
     monkeypatch.setattr("tomoe.evaluation.writing.run.continuations", write)
     (score,) = TaskSet(parse_tasks("humaneval"), problems, limit=4, run_code=True).run(dense, tokenizer)
@@ -279,17 +259,19 @@ def test_answers_are_scored(model: Path, problems: Path, monkeypatch: pytest.Mon
     assert "continued" in score.harness
     seen.clear()
     tokenizer.chat_template = TEMPLATE
-    (score,) = TaskSet([TaskSpec("gsm8k")], problems, limit=3).run(dense, tokenizer)
-    assert seen[2].startswith("<bos>user: What is 2?")
-    assert (score.value, score.metric) == (2 / 3, "exact match")
+    (score,) = TaskSet([TaskSpec("humaneval")], problems, limit=2, run_code=True).run(dense, tokenizer)
+    assert seen[1].startswith("<bos>user: Complete this Python function.")
+    assert seen[1].endswith("assistant: ```python\ndef f2(x):\n")
+    assert score.value == 0.5
     assert "chat template" in score.harness
 
 
 def test_programs_run_only_where_that_was_asked_for(tomoe: CommandLine, model: Path, problems: Path) -> None:
     refused(tomoe("evaluate", model, "--tasks", "humaneval", "--task-dir", problems), "--run-code", "your rights")
     refused(tomoe("evaluate", model, "--run-code"), "need tasks")
-    (problems / "gsm8k" / "test.jsonl").write_text('{"question": 3}\n')
-    refused(tomoe("evaluate", model, "--tasks", "gsm8k", "--task-dir", problems), "has the columns question")
+    (problems / "humaneval" / "test.jsonl").write_text('{"question": 3}\n')
+    asked_for = ["--tasks", "humaneval", "--task-dir", problems, "--run-code"]
+    refused(tomoe("evaluate", model, *asked_for), "has the columns question")
 
 
 def test_the_command_line_shows_both_models(tomoe: CommandLine, tmp_path: Path, problems: Path) -> None:
@@ -297,12 +279,12 @@ def test_the_command_line_shows_both_models(tomoe: CommandLine, tmp_path: Path, 
     dense, other = (write_pico(tmp_path / name, max_position_embeddings=96) for name in ("dense", "other"))
     (tmp_path / "t.txt").write_text("the sea is wide. " * 40)
     text = ["--text", tmp_path / "t.txt", "--context", 64]
-    tasks = ["--tasks", "gsm8k,humaneval,loops", "--task-dir", problems, "--limit", 2, "--run-code"]
+    tasks = ["--tasks", "humaneval,loops", "--task-dir", problems, "--limit", 2, "--run-code"]
     shown = tomoe("evaluate", dense, other, *text, *tasks, "--json", tmp_path / "rows.json")
     assert shown.code == 0, shown
-    for words in ("exact match", "pass@1", "ends in a loop", "Tokens/s while writing gsm8k", "greedy"):
+    for words in ("pass@1", "ends in a loop", "Tokens/s while writing humaneval", "greedy"):
         assert words in " ".join(shown.out.split()), words
     first, second = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [score["task"] for score in second["tasks"]] == ["gsm8k", "humaneval", "loops"]
+    assert [score["task"] for score in second["tasks"]] == ["humaneval", "loops"]
     assert [s["value"] for s in first["tasks"]] == [s["value"] for s in second["tasks"]]
-    assert 0 < first["tasks"][2]["metrics"]["distinct_4"] <= 1
+    assert 0 < first["tasks"][1]["metrics"]["distinct_4"] <= 1

@@ -26,7 +26,7 @@ Tasks = Annotated[
     str | None,
     typer.Option(
         "--tasks",
-        help="Run tasks: humaneval, gsm8k and loops, or lm-eval's, with examples if given.",
+        help="Run tasks: humaneval and loops, or lm-eval's, with examples if given.",
         metavar="NAME,NAME:SHOTS",
     ),
 ]

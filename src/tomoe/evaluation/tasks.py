@@ -84,8 +84,8 @@ class TaskSet:
         run_code: bool = False,
     ):
         """Load task files and data; `limit` bounds the questions of a task. Task files of `folder` come before lm-eval's own
-        (they may name Python functions, which then run), and problems in FOLDER/humaneval/*.jsonl or FOLDER/gsm8k/*.jsonl
-        before those of the hub; programs that a model writes run only with `run_code`. Raises UserError if lm-eval is needed
+        (they may name Python functions, which then run), and problems in FOLDER/humaneval/*.jsonl before those of the
+        hub; programs that a model writes run only with `run_code`. Raises UserError if lm-eval is needed
         and not installed, or a task, the folder or the data are not found."""
         if folder is not None and not folder.is_dir():
             raise UserError(f"there is no folder {folder} to read task files from")

@@ -1,1 +1,1 @@
-"""Measures texts that models write: programs, which are run, word problems, loops."""
+"""Measures texts that models write: programs, which are run, and loops."""

@@ -13,15 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import Advice, UserError
 from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Count, Name, Share, TaskScore
+from tomoe.evaluation.writing import humaneval
 from tomoe.evaluation.writing.continuations import ROWS, continuations
-from tomoe.evaluation.writing.problems import WRITTEN, Prompt, Row, WrittenTask
+from tomoe.evaluation.writing.humaneval import Prompt, Row
 from tomoe.model.generation import asked
 from tomoe.model.tokens import check_text, continuation_text, prompt_ids
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.version import __version__
 
 LOOPS = "loops"
-NAMES = (*WRITTEN, LOOPS)
+NAMES = (humaneval.NAME, LOOPS)
 LOOP_LENGTH = 256
 # a loop is so many tokens at the end, at least, that repeat a stretch of at most so many, three times at least
 LOOP_TOKENS, LONGEST = 48, 64
@@ -101,15 +102,17 @@ def write(
 
 
 @dataclass(frozen=True)
-class LoadedTask:
-    task: WrittenTask
-    rows: list[Row]
+class ProgramTask:
+    """How many functions pass their tests."""
+
+    problems: list[Row]
 
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
-        prompts = [self.task.prompt(row) for row in self.rows]
-        written = write(model, tokenizer, prompts, self.task.most, self.task.ended, rows, progress)
-        solved = [self.task.solved(row, text) for row, text in zip(self.rows, written.texts, strict=True)]
-        return written.score(self.task.name, self.task.metric, solved, {"solved": sum(solved)})
+        prompts = [humaneval.prompt_of(problem) for problem in self.problems]
+        ended = humaneval.function_ended
+        written = write(model, tokenizer, prompts, humaneval.MOST, ended, rows, progress)
+        solved = [humaneval.passes(*pair) for pair in zip(self.problems, written.texts, strict=True)]
+        return written.score(humaneval.NAME, "pass@1", solved, {"solved": sum(solved)})
 
 
 @dataclass(frozen=True)
@@ -161,12 +164,11 @@ def distinct(ids: Sequence[int]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> LoadedTask | LoopTask:
+def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> ProgramTask | LoopTask:
     """A task with `limit` of its problems, evenly spread. Raises UserError if it may not run, or has no problems."""
     if name == LOOPS:
         return LoopTask(TOPICS[:limit])
-    task = WRITTEN[name]
-    if task.runs_code and not run_code:
+    if not run_code:
         raise UserError(
             f"the task {name} runs programs that the model writes",
             Advice(
@@ -174,7 +176,7 @@ def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> L
                 "to run each in a process of its own, with limits on time, memory and files, but with your rights",
             ),
         )
-    rows = task.rows(folder)
+    rows = humaneval.problems(folder)
     if limit is not None and limit < len(rows):
         rows = [rows[i * len(rows) // limit] for i in range(limit)]
-    return LoadedTask(task, rows)
+    return ProgramTask(rows)

@@ -1,4 +1,4 @@
-"""Tasks whose answers are written: HumanEval, whose programs are run, and GSM8K, whose numbers are compared."""
+"""HumanEval: how its problems are put to a model, and whether what it writes passes their tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from tomoe.data.sources import hub_rows, jsonl
 from tomoe.errors import UserError
 
 Row = Mapping[str, Any]
+NAME, HUB = "humaneval", "openai/openai_humaneval"
+COLUMNS = ("prompt", "test", "entry_point")
+MOST = 320  # tokens of an answer
 AT_MARGIN = re.compile(r"\n(?=[^\s#)\]}])")
-NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 SECONDS = 10
 _BYTES = 2**30
 _FILE_BYTES = 2**20
@@ -42,38 +44,21 @@ class Prompt:
     opening: str  # what a model without a chat template continues
 
 
-@dataclass(frozen=True)
-class WrittenTask:
-    """Where the problems of a task are, how they are put, and what counts as solved."""
-
-    name: str
-    metric: str
-    hub: tuple[str, str | None]  # data set on the hub and its config; the split is `test`
-    columns: tuple[str, ...]
-    most: int  # tokens of an answer
-    prompt: Callable[[Row], Prompt]
-    ended: Callable[[str], bool]  # whether what was written is a whole answer
-    solved: Callable[[Row, str], bool]
-    runs_code: bool = False
-
-    def rows(self, folder: Path | None) -> list[Row]:
-        """All problems: of the .jsonl file in FOLDER/name, else of the hub. Raises UserError if they are not found."""
-        files = sorted((folder / self.name).glob("*.jsonl")) if folder is not None else []
-        if files:
-            rows: list[Row] = list(jsonl(files[0]))
-        else:
-            name, config = self.hub
-            rows = list(hub_rows(name, "test", config=config))
-        for row in rows:
-            if any(not isinstance(row.get(column), str) for column in self.columns):
-                raise UserError(
-                    f"a problem of {files[0] if files else self.hub[0]} has the columns {', '.join(row) or 'none'}, but the "
-                    f"task {self.name} needs text in {', '.join(self.columns)}"
-                )
-        return rows
+def problems(folder: Path | None) -> list[Row]:
+    """All problems: of the .jsonl file in FOLDER/humaneval, else of the hub. Raises UserError if they are not found."""
+    files = sorted((folder / NAME).glob("*.jsonl")) if folder is not None else []
+    rows: list[Row] = list(jsonl(files[0]) if files else hub_rows(HUB, "test"))
+    for row in rows:
+        if any(not isinstance(row.get(column), str) for column in COLUMNS):
+            raise UserError(
+                f"a problem of {files[0] if files else HUB} has the columns {', '.join(row) or 'none'}, but the task {NAME} "
+                f"needs text in {', '.join(COLUMNS)}"
+            )
+    return rows
 
 
-def _function(row: Row) -> Prompt:
+def prompt_of(row: Row) -> Prompt:
+    """How a problem is put."""
     question = f"Complete this Python function. Answer with the whole function.\n\n```python\n{row['prompt']}```"
     return Prompt(question, f"```python\n{row['prompt']}", row["prompt"])
 
@@ -125,50 +110,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def _passes(row: Row, text: str) -> bool:
+def passes(row: Row, text: str) -> bool:
+    """Whether the function that was written passes the tests of its problem."""
     return runs(f"{row['prompt']}{body(text)}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")
-
-
-def _word_problem(row: Row) -> Prompt:
-    question = f"{row['question']}\nReason step by step. At the end write #### and the answer as a number."
-    return Prompt(question, "", f"Question: {row['question']}\nAnswer:")
-
-
-def _word_problem_ended(text: str) -> bool:
-    return re.search(r"####\s*\S+\s|\nQuestion:", text) is not None
-
-
-def answer_of(text: str) -> float | None:
-    """The number after ####, or else the last one."""
-    text = text.split("\nQuestion:")[0]
-    _, marked, after = text.partition("####")
-    found = NUMBER.findall(after)[:1] if marked and NUMBER.search(after) else NUMBER.findall(text)[-1:]
-    return float(found[0].replace(",", "").replace("$", "")) if found else None
-
-
-WRITTEN = {
-    task.name: task
-    for task in (
-        WrittenTask(
-            "humaneval",
-            "pass@1",
-            ("openai/openai_humaneval", None),
-            ("prompt", "test", "entry_point"),
-            320,
-            _function,
-            function_ended,
-            _passes,
-            runs_code=True,
-        ),
-        WrittenTask(
-            "gsm8k",
-            "exact match",
-            ("openai/gsm8k", "main"),
-            ("question", "answer"),
-            320,
-            _word_problem,
-            _word_problem_ended,
-            lambda row, text: answer_of(text) == answer_of(row["answer"]),
-        ),
-    )
-}
