@@ -71,18 +71,16 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[" * 40 + "]" * 40, "nested too deeply"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"a":' * 100_000, "nested too deeply"),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "names 'c' twice"),
-        ("9" * 20, "20 digits"),
-        ("9" * 10_000, "10,000 digits"),
-        ("1e400", "not a number that a computer holds"),
-        ("NaN", "not a number"),
-        ("-Infinity", "not a number"),
-        ('["\\ud800"]', "surrogates not allowed"),
-        ("{", "property name"),
-        ("", "Expecting value"),
+        ("[" * 100_000, "recursion limit"),
+        ('{"a":' * 100_000, "recursion limit"),
+        ("9" * 20, "64 bits"),
+        ("9" * 10_000, "out of range"),
+        ('{"a": [1e400]}', "64 bits"),
+        ("NaN", "expected value"),
+        ("-Infinity", "invalid number"),
+        ('["\\ud800"]', "hex escape"),
+        ("{", "EOF while parsing"),
+        ("", "EOF while parsing"),
     ],
 )
 def test_json_that_is_refused(text: str, reason: str, tmp_path: Path) -> None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import math
 import os
-import re
 import shutil
 import stat
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from pydantic_core import from_json
 
 from tomoe.errors import UserError, shortened
 
@@ -26,10 +25,6 @@ SUMS = "SHA256SUMS"  # in the format that `sha256sum -c` reads
 _MAX_TEXT = 2**26  # bytes of a file of text; parsed it takes several times that
 # the card of a folder, the one file of ours that people edit; ours has its place where theirs stays
 CARD, CARD_BESIDE = "README.md", "README.tomoe.md"
-_MAX_DEPTH = 32  # levels of lists and objects; ours have six
-# of a number: what 64 bits and doubles hold, and no more, so that whoever reads it may compute with it
-_MAX_DIGITS = 19
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which no file and no terminal takes
 _FIRST = ("plan.json", "export.json")  # what `folders.is_ours` knows a folder by
 
 
@@ -158,21 +153,22 @@ def is_whole(text: str) -> bool:
 def parse_json(text: str) -> Any:
     """The values in JSON from an untrusted source; they can be written, printed and computed with.
 
-    Raises ValueError, in a few words, for what is not JSON (NaN is not), for a key that an object names twice, for numbers
-    that no 64 bits hold, for half characters and for deep nesting.
+    Raises ValueError, in a few words, for what is not JSON (NaN is not), for numbers that no 64 bits hold, for half characters
+    and for deep nesting.
     """
-    try:
-        values = json.loads(
-            text, parse_constant=_refuse, parse_int=_parse_int, parse_float=_parse_float, object_pairs_hook=_object
-        )
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if _depth(values) > _MAX_DEPTH:
-        raise ValueError("it is nested too deeply")
-    if _SURROGATE.search(text):
-        # a pair of halves is a character
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    values = from_json(text, allow_inf_nan=False)
+    _check_numbers(values)
     return values
+
+
+def _check_numbers(values: Any) -> None:
+    if isinstance(values, dict | list):
+        for inner in values.values() if isinstance(values, dict) else values:
+            _check_numbers(inner)
+    elif isinstance(values, int | float) and not (
+        math.isfinite(values) if isinstance(values, float) else -(2**63) <= values < 2**63
+    ):
+        raise ValueError("a number does not fit 64 bits")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -185,40 +181,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__} instead of an object; it is damaged")
     return values
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits.lstrip("-")) > _MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits):,} digits")
-    return int(digits)
-
-
-def _parse_float(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"{digits[:40]} is not a number that a computer holds")
-    return number
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"an object names {twice[:40]!r} twice")
-    return values
-
-
-def _depth(values: Any) -> int:
-    """Levels of lists and objects, counted level by level: no recursion, whatever the depth."""
-    level, depth = [values], 0
-    while level := [value for value in level if isinstance(value, dict | list)]:
-        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
-        depth += 1
-    return depth
 
 
 def basename(path: Path | str) -> str:

@@ -6,6 +6,7 @@ Never another exception, never memory for sizes that a file only claims, never a
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import json
 import random
@@ -43,6 +44,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_shipped", "little_me
 @pytest.fixture
 def little_memory() -> Iterator[None]:
     """Whoever allocates what a file only claims gets a MemoryError, which no reader may raise."""
+    # models of earlier tests delete their temporary folders now, and not while somebody listens
+    gc.collect()
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else None
     if pages is not None:

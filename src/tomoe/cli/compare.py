@@ -23,7 +23,7 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
-@options.makes_recipe("active", "steps", "method", "form", "start", "attention", "repair")
+@options.makes_recipe("active", "steps", "method", "start", "attention", "repair")
 def compare(
     chosen: options.RecipeOptions,
     out: options.Out,
