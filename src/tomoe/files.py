@@ -14,13 +14,16 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from tomoe.errors import UserError, shortened
 
+T = TypeVar("T")
 SUMS = "SHA256SUMS"  # in the format that `sha256sum -c` reads
 _MAX_TEXT = 2**26  # bytes of a file of text; parsed it takes several times that
 # the card of a folder, the one file of ours that people edit; ours has its place where theirs stays
@@ -181,6 +184,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__} instead of an object; it is damaged")
     return values
+
+
+_adapter = cache(TypeAdapter)  # making one takes longer than using it
+
+
+def validated(kind: type[T], values: object) -> T:
+    """`values`, read from JSON, as a `kind`. Raises ValueError with the first place that is wrong, in a few words."""
+    try:
+        return cast(T, _adapter(cast(Any, kind)).validate_python(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])[:100]
+        found = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
+        reason = found.wrong if isinstance(found, UserError) else str(found)
+        raise ValueError(f"at {place!r}: {reason}" if place else reason) from None
 
 
 def basename(path: Path | str) -> str:

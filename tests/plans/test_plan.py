@@ -230,7 +230,7 @@ DAMAGES: Damages = {
     "K that is no number": (lambda head, _: head.update(value_top_k=["a", 1]), "damaged"),
     "shape that is no dict": (lambda head, _: head.update(shape=[1, 2]), "damaged"),
     "shape without a size": (lambda head, _: head["shape"].pop("head_dim"), "damaged"),
-    "shape with words": (lambda head, _: head["shape"].update(mlp_size="many"), "'many' as mlp_size"),
+    "shape with words": (lambda head, _: head["shape"].update(mlp_size="many"), "'shape.mlp_size': Input should be"),
     "shape with more layers": (lambda head, _: head["shape"].update(num_layers=3), "model has 3"),
 }
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe.errors import UserError
-from tomoe.files import read_json
+from tomoe.files import read_json, validated
 
 FORMAT = "tomoe-comparison-2"
 # in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
@@ -41,18 +40,12 @@ Shares = Annotated[
 ]  # [layer][expert]
 
 
-_adapter = cache(TypeAdapter)  # making one takes longer than using it
-
-
 def checked(path: Path, kind: type[T], values: object) -> T:
     """`values`, read from JSON in a file, as a `kind`. Raises UserError with the file and the first place that is wrong."""
     try:
-        return _adapter(cast(Any, kind)).validate_python(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])[:100]
-        reason = f"at {place!r}: {first['msg']}" if place else first["msg"]
-        raise UserError(f"{path} is damaged ({reason}); measure again") from None
+        return validated(kind, values)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); measure again") from None
 
 
 @dataclass(frozen=True)

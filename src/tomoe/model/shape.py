@@ -6,28 +6,37 @@ Shapes: C dims of a head, Q choices of a head (one per rotary pair or unrotated 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 ORTHOGONAL = 1e-4  # largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6
+
+
+# What a file may claim, whoever wrote it: no model is larger.
+Few = Annotated[int, Field(strict=True, ge=0, le=2**16)]
+Size = Annotated[int, Field(strict=True, ge=0, le=2**24)]
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of the decoder; every budget number follows from them."""
 
-    num_layers: int  # L: decoder layers whose MLP is converted
-    hidden_size: int  # D
-    mlp_size: int  # F: the neurons that experts are made of
-    num_heads: int = 0  # H; this and the other sizes of attention are 0 where ToMoE cannot prune it
-    num_kv_heads: int = 0  # G
-    head_dim: int = 0  # C
-    rotary_size: int = 0  # R: the first dims of a head, which RoPE rotates in pairs (j, j + R/2)
-    gated: bool = True  # whether the MLP computes act(gate x) * up x, otherwise act(up x)
-    other_params: int = 0
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+    num_layers: Annotated[Few, Field(ge=1)]  # L: decoder layers whose MLP is converted
+    hidden_size: Annotated[Size, Field(ge=1)]  # D
+    mlp_size: Annotated[Size, Field(ge=1)]  # F: the neurons that experts are made of
+    num_heads: Few = 0  # H; this and the other sizes of attention are 0 where ToMoE cannot prune it
+    num_kv_heads: Few = 0  # G
+    head_dim: Few = 0  # C
+    rotary_size: Few = 0  # R: the first dims of a head, which RoPE rotates in pairs (j, j + R/2)
+    gated: Annotated[bool, Field(strict=True)] = (
+        True  # whether the MLP computes act(gate x) * up x, otherwise act(up x)
+    )
+    other_params: Annotated[int, Field(strict=True, ge=0, le=2**48)] = 0
     """Parameters of all other matrices of the decoder layers: attention that cannot be pruned, state spaces, whole layers."""
 
     @property

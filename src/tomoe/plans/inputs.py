@@ -6,28 +6,25 @@ It holds no tensor: which inputs these are, a token's own numbers tell. plan.jso
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from tomoe.budget import BUDGET_TOLERANCE, decoder_params
 from tomoe.errors import Advice, UserError
-from tomoe.model.projections import KINDS, Kind
-from tomoe.model.shape import ModelShape
-from tomoe.plans.manifest import (
-    damage_in_a_sentence,
-    is_of_inputs,
-    parsed_metadata,
-    parsed_shape,
-    read_head,
-    write_head,
-)
+from tomoe.files import validated
+from tomoe.model.projections import Kind
+from tomoe.model.shape import Size
+from tomoe.plans.manifest import METADATA, Notes, Shape, damage_in_a_sentence, is_of_inputs, read_head, write_head
 from tomoe.recipe.target_rules import Form
 
-Counts = Mapping[Kind, Sequence[int]]
+Counts = Mapping[Kind, Sequence[Size]]
 """A number for each kind of projection and each converted layer; 0 where a layer has no such projection."""
-
+Fraction = Annotated[float, Field(strict=True, gt=0, le=1)]
+OWN = ("names", "widths", "columns", "path", "active")  # what plan.json has beside what all plans have
 
 # such a plan comes of a conversion alone: there is no run that one could be extracted from
 AGAIN_AS_INPUTS = Advice("method.name", "to convert the model again", "inputs", here=False)
@@ -37,7 +34,7 @@ AGAIN_AS_INPUTS = Advice("method.name", "to convert the model again", "inputs", 
 class Knot:
     """One point of the path from all inputs to few."""
 
-    active: float  # the fraction of the decoder parameters that is active
+    active: Fraction  # of the decoder parameters that is active
     inputs: Counts  # inputs of a token
 
 
@@ -47,16 +44,16 @@ class InputsPlan:
 
     form: ClassVar[Form] = "inputs"
     prunes_attention: ClassVar[bool] = False  # it is the family's own, with fewer inputs
-    shape: ModelShape  # sizes of the dense model
+    shape: Shape  # sizes of the dense model
     names: Mapping[Kind, Sequence[str]]  # the projections of each kind, named from the decoder layer on
     widths: Counts  # inputs of each projection
     columns: Counts  # weights that belong to one input
     path: tuple[Knot, ...]  # from all inputs to the fewest, each knot with fewer than the one before
-    active: float  # the fraction of the decoder parameters to use
+    active: Fraction  # of the decoder parameters to use
     source: str = ""  # fingerprint of the dense weights
     dense_config: dict[str, Any] = field(default_factory=dict)  # config of the dense model, as transformers writes it
     recipe: dict[str, Any] = field(default_factory=dict)  # the recipe of the conversion
-    notes: dict[str, Any] = field(default_factory=dict)  # how the plan was made
+    notes: Notes = field(default_factory=dict)  # how the plan was made
 
     def __post_init__(self) -> None:
         if error := self._error():
@@ -132,15 +129,7 @@ class InputsPlan:
 
     def save(self, folder: Path) -> None:
         """Write plan.json. Raises UserError if it cannot be written."""
-        parts = ("names", "widths", "columns")
-        own = {
-            "active": self.active,
-            "projections": {kind: {part: list(getattr(self, part)[kind]) for part in parts} for kind in self.names},
-            "path": [
-                {"active": knot.active, **{kind: list(knot.inputs[kind]) for kind in self.names}} for knot in self.path
-            ],
-        }
-        write_head(folder, self, own)
+        write_head(folder, self, {name: asdict(self)[name] for name in OWN})
 
     @classmethod
     def load(cls, folder: Path) -> InputsPlan:
@@ -149,41 +138,4 @@ class InputsPlan:
         if not is_of_inputs(head):
             raise UserError(f"{folder} holds a plan of experts, not of inputs", AGAIN_AS_INPUTS)
         with damage_in_a_sentence(folder, AGAIN_AS_INPUTS):
-            return cls(**_parse(head))
-
-
-def _parse(head: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan. Raises ValueError, KeyError or TypeError for values that no plan has."""
-    shape, held = parsed_shape(head["shape"]), head["projections"]
-    if not isinstance(held, dict) or not set(held) <= set(KINDS):
-        raise ValueError("it has projections of unknown kinds")
-    kinds = [kind for kind in KINDS if kind in held]
-    for kind in kinds:
-        names = held[kind]["names"]
-        if not isinstance(names, list) or not names or not all(type(name) is str for name in names):
-            raise TypeError(f"the names of the {kind} projections are no list of words")
-    path = head["path"]
-    if not isinstance(path, list):
-        raise TypeError("its path is no list")
-    knots = [Knot(_fraction(knot["active"]), {kind: _numbers(knot[kind]) for kind in kinds}) for knot in path]
-    return {
-        "shape": shape,
-        "names": {kind: held[kind]["names"] for kind in kinds},
-        "widths": {kind: _numbers(held[kind]["widths"]) for kind in kinds},
-        "columns": {kind: _numbers(held[kind]["columns"]) for kind in kinds},
-        "path": tuple(knots),
-        "active": _fraction(head["active"]),
-        **parsed_metadata(head),
-    }
-
-
-def _numbers(values: Any) -> list[int]:
-    if not isinstance(values, list) or any(type(value) is not int or not 0 <= value <= 2**24 for value in values):
-        raise ValueError("it has a list of numbers that are no sizes")
-    return values
-
-
-def _fraction(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= 1:
-        raise ValueError(f"it has {str(value)[:40]!r} as a fraction")
-    return float(value)
+            return validated(cls, {name: head[name] for name in (*OWN, "shape", *METADATA)})

@@ -10,23 +10,24 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, UInt8
+from pydantic import StrictInt
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe.budget import active_params, decoder_params, layer_params
 from tomoe.errors import Advice, UserError
-from tomoe.files import atomic_write, sha256
+from tomoe.files import atomic_write, sha256, validated
 from tomoe.model.shape import ModelShape
 from tomoe.plans.layer import LayerCounts, LayerPlan
 from tomoe.plans.manifest import (
     FORMAT,
     REPAIRED,
+    Notes,
+    Shape,
     damage_in_a_sentence,
     is_of_inputs,
-    parsed_choices,
-    parsed_metadata,
-    parsed_shape,
     read_head,
     write_head,
 )
@@ -183,15 +184,32 @@ class Plan:
         if not tensors.is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
         with damage_in_a_sentence(folder):
-            shape = parsed_shape(head["shape"])
-            chosen, metadata = parsed_choices(head, shape), parsed_metadata(head)
-        if sha256(tensors) != head.get("tensors_sha256"):
+            known = validated(_Head, head)
+            shape = known["shape"]
+            for numbers in (known["value_top_k"], known["experts_per_token"]):
+                if len(numbers) != shape.num_layers:
+                    raise ValueError(f"it holds {len(numbers)} layers, its model has {shape.num_layers}")
+        if sha256(tensors) != known["tensors_sha256"]:
             raise UserError(
                 f"{tensors} does not belong to plan.json beside it (checksums differ); copy both files again"
             )
         with damage_in_a_sentence(folder):
+            chosen = list(zip(known["value_top_k"], known["experts_per_token"], strict=True))
             layers = _read_layers(tensors, shape, chosen)
-        return cls(shape, layers, **metadata)
+        return cls(shape, layers, known["source"], known["dense_config"], known["recipe"], known["notes"])
+
+
+class _Head(TypedDict):
+    """plan.json of experts, as far as it is read."""
+
+    shape: Shape
+    value_top_k: list[StrictInt]
+    experts_per_token: list[StrictInt]
+    tensors_sha256: str
+    source: str
+    dense_config: dict[str, Any]
+    recipe: dict[str, Any]
+    notes: Notes
 
 
 def _broken_layer(i: int, error: str) -> UserError:
