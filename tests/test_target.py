@@ -17,8 +17,7 @@ from tomoe.errors import UserError
 from tomoe.exporting.choice import TARGETS
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
-from tomoe.methods.tomoe.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
-from tomoe.methods.tomoe.sampling import sampled_masks
+from tomoe.methods.tomoe.objective import budget_penalty, layer_fractions, layer_widths, log_ratio, sampled_masks
 from tomoe.model.structure import shape_of
 from tomoe.pipeline.convert import convert
 from tomoe.plans import Plan

@@ -18,7 +18,7 @@ from tomoe.model.shape import ModelShape
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
-from tomoe.plans import Plan, attention_masks, planned_experts
+from tomoe.plans import Plan, attention_masks
 from tomoe.plans.routing import Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -118,7 +118,7 @@ def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.Mo
     def noisy(logits: Tensor) -> Routing:
         return route(logits + gumbel_noise(logits, 0))
 
-    monkeypatch.setattr(planned_experts, "route", noisy)
+    monkeypatch.setattr(masking, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED
 
 

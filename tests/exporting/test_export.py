@@ -27,7 +27,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
 from tomoe.exporting.agreement import BOUNDS, agree, judge, record, summarize
 from tomoe.exporting.stock.carrier import Carrier, StockLayout
-from tomoe.exporting.stock.mixtral import Mixtral
+from tomoe.exporting.stock.table import Mixtral
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
 from tomoe.pipeline.convert import convert

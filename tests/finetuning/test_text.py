@@ -9,7 +9,7 @@ import torch
 
 from pico_files import pico_recipe
 from tomoe.data.corpus import Corpus, Sequences
-from tomoe.evaluation.overlap import shared_tokens
+from tomoe.evaluation.compare import shared_tokens
 from tomoe.finetuning.text import finetuning_text, fitted_text, unfitted_first
 from tomoe.model.loading import load_tokenizer
 from tomoe.pipeline.convert import convert

@@ -16,7 +16,7 @@ from conftest import make_pico, make_plan
 from pico_files import CommandLine
 from tomoe.budget import BUDGET_TOLERANCE
 from tomoe.data.corpus import Sequences
-from tomoe.evaluation.overlap import shared_share
+from tomoe.evaluation.compare import shared_share
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.results import ExpertUsage, Measurement, Row, to_json
 from tomoe.plans import ALWAYS, Plan

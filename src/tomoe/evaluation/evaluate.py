@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.data.corpus import Sequences
 from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
 from tomoe.data.sources import find
-from tomoe.errors import Advice, UserError
+from tomoe.errors import Advice, Note, UserError, shortened
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.readers import check_readers
 from tomoe.evaluation.results import DIAL, Row, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write
@@ -213,3 +213,52 @@ def _evaluation_text(
         evaluation = replace(found, stride=stride, reader="" if models[0] in given else first)
     check_readers([name for name in models if name not in given], evaluation)
     return evaluation
+
+
+READ_AGAIN = 4096  # tokens of the text that each tokenizer divides anew
+
+
+def check_readers(names: Sequence[str], text: EvaluationText) -> None:
+    """Raises UserError if the tokenizer of a model has other words for the tokens of the text than the one that made them.
+    A Note warns of one that would divide the text otherwise, or that cannot be loaded."""
+    others = [name for name in dict.fromkeys(names) if name != text.reader]
+    if not text.reader or not others:
+        return
+    ids = text.sequences.input_ids[text.sequences.mask]
+    first = load_tokenizer(text.reader)
+    for name in others:
+        try:
+            tokenizer = load_tokenizer(name)
+        except UserError as error:
+            # weights alone can be measured in the tokens of another model
+            warnings.warn(f"{name} reads the text in the tokens of {text.reader}: {error.wrong}", Note, stacklevel=2)
+            continue
+        _check(name, tokenizer, text.reader, first, ids.unique().tolist(), ids[:READ_AGAIN].tolist())
+
+
+def _check(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    reader: str,
+    first: PreTrainedTokenizerBase,
+    used: list[int],
+    beginning: list[int],
+) -> None:
+    special = {*first.all_special_ids, *tokenizer.all_special_ids}
+    plain = [token for token in used if token not in special]
+    pairs = zip(plain, *(each.convert_ids_to_tokens(plain) for each in (first, tokenizer)), strict=True)
+    differ = next((pair for pair in pairs if pair[1] != pair[2]), None)
+    if differ:
+        token, one, other = differ
+        raise UserError(
+            f"the tokenizers of {reader} and {name} differ: the token {token} is {shortened(repr(one))} in the one and "
+            f"{shortened(repr(other))} in the other, so the same tokens are not the same text; measure {name} by itself"
+        )
+    again = first.decode(beginning, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    one, other = (each(again, add_special_tokens=False, verbose=False)["input_ids"] for each in (first, tokenizer))
+    if one != other:
+        warnings.warn(
+            f"{name} reads the text in the tokens of {reader}; its own tokenizer divides it otherwise",
+            Note,
+            stacklevel=3,
+        )

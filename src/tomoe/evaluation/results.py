@@ -133,7 +133,7 @@ class Row:
     measurement: Measurement
     facts: ModelFacts
     usage: ExpertUsage | None = None
-    training_overlap: Share | None = None  # share of the text that it was fitted on, see overlap.py
+    training_overlap: Share | None = None  # share of the text that it was fitted on, see compare.py
     tasks: tuple[TaskScore, ...] = ()
     experts_per_token: Count | None = None  # of fine-grained experts, the most that any layer used
 

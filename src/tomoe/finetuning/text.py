@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.corpus import Corpus, Sequences, evaluation_part, joined, prepare
 from tomoe.errors import Advice, UserError
-from tomoe.evaluation.overlap import kept_corpora, shared_tokens
+from tomoe.evaluation.compare import kept_corpora, shared_tokens
 from tomoe.plans import FINETUNED, REPAIRED, Plan
 from tomoe.progress import ProgressCallback, stage_callback
 from tomoe.recipe.finetuning import FinetuneRecipe

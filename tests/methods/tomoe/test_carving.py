@@ -7,19 +7,18 @@ import torch
 
 from conftest import PAIRS, make_network, make_pico, tokens
 from tomoe.budget import active_params, decoder_params, mlp_params
-from tomoe.methods.tomoe.attention_carving import attention_importance
+from tomoe.methods.tomoe.attention import attention_importance
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
 from tomoe.methods.tomoe.gumbel import keep_probability
-from tomoe.methods.tomoe.losses import active_fraction
-from tomoe.methods.tomoe.overlapping_carving import (
+from tomoe.methods.tomoe.objective import active_fraction, sampled_masks
+from tomoe.methods.tomoe.overlapping import (
     ROUTER_CONFIDENCE,
     confident_scale,
     rank_neurons,
     spherical_kmeans,
 )
 from tomoe.methods.tomoe.projection import start_logits
-from tomoe.methods.tomoe.sampling import sampled_masks
 from tomoe.model.structure import shape_of
 from tomoe.plans.partition.elimination import backward_elimination
 

@@ -8,12 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conftest import ATTENTION_MODES, make_network, make_pico, projections, tokens
-from tomoe.methods.tomoe import losses
 from tomoe.methods.tomoe.attention import SampledAttention
-from tomoe.methods.tomoe.losses import active_fraction, budget_penalty, coverage_penalty, layer_widths, log_ratio
-from tomoe.methods.tomoe.objective import objective
+from tomoe.methods.tomoe.objective import (
+    SampledLayerMasks,
+    _Product,
+    active_fraction,
+    budget_penalty,
+    coverage_penalty,
+    layer_widths,
+    log_ratio,
+    objective,
+    sampled_masks,
+)
 from tomoe.methods.tomoe.overlapping import SampledOverlapping
-from tomoe.methods.tomoe.sampling import SampledLayerMasks, sampled_masks
 from tomoe.model.structure import shape_of
 from tomoe.plans.masking import masked
 from tomoe.plans.routing import ExpertRouter, Routing, balance_penalty
@@ -62,7 +69,7 @@ def test_a_product_of_logarithms_is_that_of_torch(rows: int) -> None:
     hard = (torch.rand(3, rows, 40, generator=generator) < 1 / rows).float()
     for masks, tolerance in ((soft, 1e-5), (1 - hard, 0)):
         found = []
-        for product in (losses._Product.apply, lambda s: s.prod(-2)):
+        for product in (_Product.apply, lambda s: s.prod(-2)):
             s = masks.clone().requires_grad_()
             value = product(s)
             found.append((value, *torch.autograd.grad(value.square().sum() + value.sum(), s)))

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from conftest import make_network, make_pico, make_plan, tokens
-from tomoe.methods.tomoe.attention_carving import attention_importance
+from tomoe.methods.tomoe.attention import attention_importance
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
+from tomoe.methods.tomoe.objective import sampled_masks
 from tomoe.methods.tomoe.rotation import head_rotations, value_rotations
-from tomoe.methods.tomoe.sampling import sampled_masks
 from tomoe.model.attention import rotate_heads, rotate_weights
 from tomoe.model.running import run_model
 from tomoe.model.structure import layer_parts, shape_of

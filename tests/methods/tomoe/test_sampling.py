@@ -15,8 +15,7 @@ from conftest import ATTENTION_MODES, EMBEDDING_SIZE, PAIRS, make_network, make_
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.network import MaskNetwork
 from tomoe.methods.tomoe.networks import mask_network
-from tomoe.methods.tomoe.objective import objective
-from tomoe.methods.tomoe.sampling import SampledLayerMasks, sampled_masks
+from tomoe.methods.tomoe.objective import SampledLayerMasks, objective, sampled_masks
 from tomoe.model.structure import shape_of
 from tomoe.plans.masking import masked, planned_masks
 from tomoe.recipe.conversion import AttentionSection, LossSection

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from conftest import FAMILIES, make_pico, make_plan, tokens
 from pico_files import ended, forked, write_pico
 from tomoe.errors import UserError
-from tomoe.methods.tomoe.sampling import SampledLayerMasks
+from tomoe.methods.tomoe.objective import SampledLayerMasks
 from tomoe.model.layerwise import layer_inputs, returned_by_layers
 from tomoe.model.loading import load_dense
 from tomoe.model.mlp import decoder_layers

@@ -6,8 +6,10 @@ experts 1/k: down projections hold the factor k, and no other number of experts 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from transformers import (
     Cohere2MoeConfig,
     FlexOlmoConfig,
@@ -20,13 +22,13 @@ from transformers import (
 )
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder, StockLayout, each
+from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder, StockLayout, each, round_up
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.stock.gemma4 import ZERO_NEURONS, Gemma4
-from tomoe.exporting.stock.mixtral import Mixtral
 from tomoe.exporting.stock.plain_decoder import PlainDecoder, sliding_windows
 from tomoe.exporting.stock.routers import Sigmoid, Softmax
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
 ROUTED_SCALE = 2.0  # undoes the 1/2 that a sigmoid has at 0
 
@@ -50,6 +52,27 @@ def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
         "use_qk_norm": getattr(attention, "q_norm", None) is not None,
         "num_nextn_predict_layers": 0,
     }
+
+
+class Mixtral(Carrier):
+    """Overlapping experts of one width in all layers. Neurons that experts share are copied, narrow experts get neurons of zeros.
+    A token uses one expert, with the weight 1: the stock router normalizes the weights of the chosen ones."""
+
+    other_form = "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
+    how_well = "exactly"
+
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
+        width = round_up(max(mlp.expert_rows.shape[1] for mlp in moe.mlps()), multiple or STOCK_MULTIPLE)
+        return StockLayout(width, 0, moe.config.tomoe_num_experts, 1, 0, 0)
+
+    def mlp_tensors(
+        self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        mlp = moe.mlps()[i]
+        yield "block_sparse_moe.gate.weight", mlp.router.weight.to(mlp.up_proj.dtype)
+        for n in range(layout.experts):
+            names = each(f"block_sparse_moe.experts.{n}", ("w1", "w3", "w2"))
+            yield from zip(names, self.matrices(mlp, layout, n), strict=True)
 
 
 MIXTRAL = Mixtral(

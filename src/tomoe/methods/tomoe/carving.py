@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tomoe.budget import attention_params, decoder_params
-from tomoe.methods.tomoe.attention_carving import AttentionRanking
+from tomoe.methods.tomoe.attention import AttentionRanking
 from tomoe.methods.tomoe.networks import AnyNetwork
 from tomoe.plans.partition.activations import Activations, visit_layers
 from tomoe.plans.partition.experts import units_of_layers

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params
-from tomoe.methods.tomoe.attention_plan import ExtractedAttention
+from tomoe.methods.tomoe.attention import ExtractedAttention
 from tomoe.methods.tomoe.networks import AnyNetwork
 from tomoe.model.shape import ModelShape
 from tomoe.plans.layer import LayerPlan, dense_attention

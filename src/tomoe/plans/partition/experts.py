@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe.budget import attention_params, decoder_params, mlp_params
-from tomoe.model.matmul_precision import rounded_products
+from tomoe.model.compute_dtype import rounded_products
 from tomoe.model.shape import ModelShape
 from tomoe.plans.layer import LayerPlan, dense_attention
 from tomoe.plans.partition.activations import Activations, visit_layers

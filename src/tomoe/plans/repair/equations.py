@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tomoe.errors import UserError
-from tomoe.model.matmul_precision import rounded_products
+from tomoe.model.compute_dtype import rounded_products
 
 BLOCK = 512  # inputs; of a Gram matrix only the upper blocks are computed
 MOST_RAISES = 6  # of the ridge, tenfold each
