@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import tomoe as package
 from pico_files import FINE, CommandLine, contents, fine, pico_recipe, small
-from tomoe.cli import VERBS, evaluate, export
+from tomoe.cli import VERBS, evaluate, export, options
 from tomoe.cli.convert import next_commands
 from tomoe.cli.options import with_fractions
 from tomoe.evaluation.tasks import BATCH
@@ -226,3 +226,11 @@ def test_names_in_a_plan_cannot_steer_the_terminal(tomoe: CommandLine, tmp_path:
         assert "sea" in done.out + done.err
         assert "[red]" in done.out + done.err
         assert not {"\x1b", "\x07", "\u202e"} & set(done.out + done.err)
+
+
+def test_the_older_name_of_a_method_is_still_taken() -> None:
+    """`--form` of version 0.1; it goes with the next."""
+    for form, keys in (("inputs", ("method.name", "inputs")), ("overlapping", ("experts.form", "overlapping"))):
+        made = options.RecipeOptions("smollm2-135m", form=form, data=["text.txt"]).make()  # type: ignore[arg-type]
+        section, key = keys[0].split(".")
+        assert getattr(getattr(made, section), key) == keys[1]

@@ -109,4 +109,13 @@ def test_what_is_wrong_is_said_before_anything_runs(place: Path) -> None:
     for name, sentence in (("carve[x]", "should read METHOD"), ("carve]", "should read METHOD"), ("cave", "no method")):
         with pytest.raises(UserError, match=sentence):
             compare_methods(recipe(place), place / "none", ["carve", name], [0.7])
+    (place / "text.tokens").write_text("the sea", "utf-8")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("something ran")
+
+    with pytest.raises(UserError, match="should end in"):
+        compare_methods(
+            recipe(place), place / "none", ["carve"], [0.7], text=str(place / "text.tokens"), on_progress=refuse
+        )
     assert not (place / "none").exists()

@@ -23,7 +23,7 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
-@options.makes_recipe("active", "steps", "method", "start", "attention", "repair")
+@options.makes_recipe("active", "steps", "method", "form", "start", "attention", "repair")
 def compare(
     chosen: options.RecipeOptions,
     out: options.Out,
@@ -31,7 +31,7 @@ def compare(
         Any,
         typer.Option(
             "--methods",
-            help="Methods, each perhaps with recipe keys: carve,carve[experts.num_experts=16],cmoe.",
+            help="Methods, each perhaps with recipe keys: carve,carve\\[experts.num_experts=16],cmoe.",
             parser=_names,
             metavar="NAME,...",
         ),

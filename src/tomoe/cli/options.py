@@ -122,6 +122,7 @@ Method = Annotated[
         metavar="NAME",
     ),
 ]
+Form = Annotated[Literal["fine", "overlapping", "inputs"] | None, typer.Option("--form", hidden=True)]
 Attention = Annotated[
     Literal["off", "static", "per_token"] | None,
     typer.Option("--attention", help="Prune attention: not at all, equally for all tokens, or per token."),
@@ -194,6 +195,7 @@ class RecipeOptions:
     seed: Seed = None
     data: Data = None
     method: Method = None
+    form: Form = None
     start: Start = None
     attention: Attention = None
     repair: Repair = None
@@ -202,7 +204,9 @@ class RecipeOptions:
         """The recipe with these options and the keys `more`, then `--set`. Raises UserError for a wrong key or value."""
         own = {"model": "model", "active": "active", "seed": "seed", "start": "start"} | KEYS
         named = {key: getattr(self, name) for key, name in own.items()} | {"data.sources": self.data or None, **more}
-        changes = [*overrides(named), *map(with_fractions, self.changes or [])]
+        # the older name of two settings
+        alias = {"method.name": "inputs"} if self.form == "inputs" else {"experts.form": self.form}
+        changes = [*overrides(alias), *overrides(named), *map(with_fractions, self.changes or [])]
         # mistakes in it are found before methods, and what they import, are loaded
         recipe = names.located(Recipe.load(self.recipe, changes))
         return registry.settled(recipe)[1]

@@ -104,9 +104,10 @@ def compare_methods(
     refuse_stranger(out / FILE, FORMAT)
     base = BaseWeights.of(recipe)
     dense, tokenizer = base.for_training(), load_tokenizer(recipe.model)
+    # a file that cannot be read is found before the long preparation
+    measured_on = None if text is None else read_text(text, tokenizer, CONTEXT, tokens)
     corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, stage_callback(on_progress, "text"))
-    held_out = EvaluationText(corpus.evaluation, "held out")
-    measured_on = held_out if text is None else read_text(text, tokenizer, CONTEXT, tokens)
+    measured_on = measured_on or EvaluationText(corpus.evaluation, "held out")
     bench = _Bench(out, dense, fingerprint(dense), corpus, measured_on, on_progress)
     entries = [bench.dense_entry()]
     for (name, share), (method, whole) in planned.items():
