@@ -541,28 +541,26 @@ def profiled(proof: Proof, run: Callable[[], object]) -> Row:
 
 
 def tunes_shapes(proof: Proof) -> Iterator[Row]:
-    """Fine-tuning of small shapes, eager and compiled: tokens a second, and the share of what the card can do."""
+    """Fine-tuning of small shapes: tokens a second, and the share of what the card can do."""
     for shape in ("tiny",) if proof.tiny else ("135M", "0.5B"):
         model, moe = random_model(proof, shape), proof.out / f"{shape} moe"
         small = ["experts.num_experts=64"] if proof.tiny else ["repair.mode=none"]
         active = "active=0.6" if proof.tiny else "active=0.5"
         tomoe.convert(Recipe.load(None, [*small_run(proof, 512, 8), f"model={model}", active, *small]), moe, force=True)
         weights = sum(math.prod(t.shape) for t in load_dense(str(model), torch.bfloat16).parameters())
-        for compile in ("false", "auto"):
-            steps, batch = (2, 2) if proof.tiny else (12, 0)
-            words = [*small_run(proof, 512, 64 * steps), f"model={moe}"]
-            words += [f"train.compile={compile}", f"train.steps={steps}"]
-            out = proof.out / f"{shape} {compile}"
-            proof.peak_gb()
-            with suppress(UserError):
-                # random weights need not get better
-                finetune(FinetuneRecipe.load(None, [*words, f"train.batch_size={batch}"]), out, force=True)
-            rows = metrics(out / "run")
-            rate = statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :])
-            # two operations a weight and token in the teacher, six in the student
-            share = 8 * weights * rate / proof.tflop_per_s / 1e12 if proof.tflop_per_s else 0.0
-            row = {"shape": shape, "compile": compile, "tokens a step": rows[-1]["tokens"], "tokens/s": rate}
-            yield row | {"share of the card": share, "peak GB": proof.peak_gb(), "loss": rows[-1]["loss"]}
+        steps, batch = (2, 2) if proof.tiny else (12, 0)
+        words = [*small_run(proof, 512, 64 * steps), f"model={moe}", f"train.steps={steps}"]
+        out = proof.out / f"{shape} tuned"
+        proof.peak_gb()
+        with suppress(UserError):
+            # random weights need not get better
+            finetune(FinetuneRecipe.load(None, [*words, f"train.batch_size={batch}"]), out, force=True)
+        rows = metrics(out / "run")
+        rate = statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :])
+        # two operations a weight and token in the teacher, six in the student
+        share = 8 * weights * rate / proof.tflop_per_s / 1e12 if proof.tflop_per_s else 0.0
+        row = {"shape": shape, "tokens a step": rows[-1]["tokens"], "tokens/s": rate}
+        yield row | {"share of the card": share, "peak GB": proof.peak_gb(), "loss": rows[-1]["loss"]}
 
 
 def speed_large(proof: Proof) -> Iterator[Row]:

@@ -9,11 +9,11 @@ Letters: B sequences, S tokens of one, T tokens, D hidden size, N experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,8 +23,6 @@ from transformers import PreTrainedModel
 from tomoe import distributed
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
-from tomoe.finetuning.compiled import CompiledMLP, compile_student_, compiles, release_student_
-from tomoe.model.compiled import CompiledLayers, fusing, learning_input
 from tomoe.model.hooks import hooked
 from tomoe.model.running import family_head, hidden_states
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -103,16 +101,11 @@ class MoEStudent:
         self.learned = Fp32MasterWeights(
             _trained_weights(moe, frozen, self.adapters) + _trained_routers(self.routers, recipe), rounded
         )
-        self.layers = compile_student_(moe) if compiles(recipe, moe) else None
 
     @contextmanager
     def running(self, valid: Bool[Tensor, " T"] | None) -> Iterator[Balance]:
         """Follow the routing of the `valid` tokens (None: of all) in every layer; the yielded function returns the balance
         term after a forward pass."""
-        if self.layers is not None:
-            with self._running_compiled(valid) as balance, self.layers, fusing(True):
-                yield balance
-            return
         routings: dict[int, Routing] = {}
 
         def note(i: int, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
@@ -121,22 +114,8 @@ class MoEStudent:
         with hooked(router.register_forward_hook(partial(note, i)) for i, router in enumerate(self.routers)):
             yield lambda: balance_penalty([routings[i] for i in range(len(self.routers))])
 
-    @contextmanager
-    def _running_compiled(self, valid: Bool[Tensor, " T"] | None) -> Iterator[Balance]:
-        """Compiled layers compute the term themselves, since a hook would break their graph."""
-        mlps = [mlp for mlp in self.mlps if isinstance(mlp, CompiledMLP)]
-        for mlp in mlps:
-            mlp.valid = None if valid is None else valid[:, None].float()
-        with learning_input(self.model):
-            yield lambda: torch.stack([cast(Tensor, mlp.balance) for mlp in mlps]).mean()
-        for mlp in mlps:
-            # the term holds the graph of the whole pass
-            mlp.valid = mlp.balance = None
-
     def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
         """The trained model with ordinary weights, and the layers of its plan with the routers as they are now."""
-        if self.layers is not None:
-            release_student_(self.model)
         moe = _merged(self.model, self.learned, self.adapters)
         layers = _with_routers(self.plan, self.routers)
         for router, layer in zip(self.routers, layers, strict=True):
@@ -149,14 +128,11 @@ class MoEStudent:
 
 class FinetuneStep:
     """Forward and backward of one batch; leaves gradients (of the mean over a step's batches) in `student.learned`. The
-    teacher, the dense model, runs compiled if the student does."""
+    teacher is the dense model."""
 
     def __init__(self, student: MoEStudent, recipe: FinetuneRecipe, teacher: PreTrainedModel | None):
         assert (teacher is None) == (recipe.loss.objective == "lm")
         self.student, self.recipe, self.teacher = student, recipe, teacher
-        self.as_teacher: AbstractContextManager[None] = nullcontext()
-        if teacher is not None and student.layers is not None:
-            self.as_teacher = CompiledLayers(teacher)
 
     def __call__(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         model, recipe = self.student.model, self.recipe
@@ -166,7 +142,7 @@ class FinetuneStep:
         self.student.learned.write_()
         teacher_hidden = None
         if self.teacher is not None:
-            with torch.inference_mode(), self.as_teacher:
+            with torch.inference_mode():
                 teacher_hidden = hidden_states(self.teacher, ids, mask)
         valid = None if mask is None else mask.flatten()
         with self.student.running(valid) as balance_term:

@@ -170,9 +170,10 @@ def _formula(
     return parts.o.module(out.transpose(1, 2).flatten(-2))
 
 
-# Without shapes, as torch.compile traces it.
-def rotate_heads(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
-    """Turn the last dim of x [.., heads C], all key/value or all query heads, by the rotation of their key/value head, or by
+def rotate_heads(
+    x: Float[Tensor, "*T h_C"], rotation: Float[Tensor, "G C C"], inverse: bool = False
+) -> Float[Tensor, "*T h_C"]:
+    """Turn the last dim of x, all key/value or all query heads, by the rotation of their key/value head, or by
     the inverse; in float32, returned in the dtype of x."""
     matrix = rotation.to(x.device, torch.float32)
     heads = x.float().unflatten(-1, (len(matrix), -1, matrix.shape[-1]))

@@ -44,9 +44,6 @@ class TunedTrainSection(LoopSection):
     """Decoupled weight decay of AdamW."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit` keeps AdamW's two moments in 8 bits (bitsandbytes): 2 bytes of memory for each trained weight, not 8."""
-    compile: Literal["auto"] | bool = "auto"
-    """Whether the decoder layers of both models, and the loss, run by torch.compile: the same numbers but for rounding.
-    `auto`: on CUDA, where one graph can serve all layers (fine-grained experts, weights = full)."""
     dtype: Literal["auto", "stored", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward pass. `stored`: as in the converted folder (float16 runs as float32); `auto`: the same, but
     float32 on a processor without bfloat16 instructions. Updates accumulate in float32."""

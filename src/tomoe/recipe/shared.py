@@ -111,9 +111,7 @@ class RunRecipe(BaseRecipe):
     """What the training loop and the run folder read from the recipe of any run."""
 
     # Where to compute and how often to write do not change what is learned.
-    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
-        {"device", "train.compile", "train.log_every", "train.save_every"}
-    )
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset({"device", "train.log_every", "train.save_every"})
     model: str = ""
     """The model to start from."""
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tomoe.model.compiled import fused
-
 Head = Callable[[Tensor], Tensor]  # hidden states -> logits
 CHUNK, CHUNK_ON_DEVICE = 128, 1024  # tokens whose logits are in memory at a time, on a CPU and elsewhere
 
@@ -45,18 +43,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return (grad * grad_outputs[0].to(grad.dtype), *[None] * (len(ctx.needs_input_grad) - 1))
 
 
-# Without shapes, as torch.compile traces it: logits [T, V].
-def _kl_and_gradient(logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
-    log_q = logits.float().log_softmax(-1)
-    log_p = teacher_logits.float().log_softmax(-1)
-    p = log_p.exp()
-    loss = torch.sum(p * log_p.sub_(log_q))
-    return loss, log_q.exp_().sub_(p)
-
-
-_fused_kl_and_gradient = fused(_kl_and_gradient)
-
-
 def kl_loss(
     student: Float[Tensor, "T D"], teacher: Float[Tensor, "T D"], head: Head, valid: Bool[Tensor, " T"] | None
 ) -> Float[Tensor, ""]:
@@ -66,9 +52,10 @@ def kl_loss(
     def token_loss(logits: Tensor, teacher_states: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             teacher_logits = head(teacher_states)
-        # what is left of a batch with padding has any length
-        whole = len(logits) in (CHUNK, CHUNK_ON_DEVICE)
-        return (_fused_kl_and_gradient if whole else _kl_and_gradient)(logits, teacher_logits)
+        log_q, log_p = logits.float().log_softmax(-1), teacher_logits.float().log_softmax(-1)
+        p = log_p.exp()
+        loss = torch.sum(p * log_p.sub_(log_q))
+        return loss, log_q.exp_().sub_(p)
 
     if valid is not None:
         student, teacher = student[valid], teacher[valid]
