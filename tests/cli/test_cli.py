@@ -148,8 +148,8 @@ def test_percentages(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Non
     conversions: list[Recipe] = []
     converting = importlib.import_module("tomoe.cli.convert")
     monkeypatch.setattr(converting, "run_conversion", lambda recipe, *_: conversions.append(recipe))
-    for options in (["--active", "62.5%"], ["--active", "0.625"], ["--set", "active=62.5%"]):
-        assert tomoe("convert", "pico", "-o", "out", *options).code == 0
+    for chosen in (["--active", "62.5%"], ["--active", "0.625"], ["--set", "active=62.5%"]):
+        assert tomoe("convert", "pico", "-o", "out", *chosen).code == 0
     assert [recipe.active for recipe in conversions] == [0.625] * 3
     assert with_fractions("active=70%, 0.5") == "active=0.7, 0.5"
     assert with_fractions("data.sources=50%.txt") == "data.sources=50%.txt"
