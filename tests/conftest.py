@@ -78,7 +78,6 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plans import ALWAYS, Plan
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.layouts import FineLayout, OverlappingLayout
-from tomoe.progress import no_stage_progress
 from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
 if TYPE_CHECKING:  # the first imports this file
@@ -268,8 +267,10 @@ def write_export(
     choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options
 ) -> None:
     """Write the folder `out` and verify nothing."""
+    from tomoe.exporting.target import Job
+
     out.mkdir(exist_ok=True)
-    choice.target.write(moe, tokenizer, out, options, no_stage_progress)
+    choice.target.write(Job(moe, tokenizer, options), out)
 
 
 @pytest.fixture(params=FAMILIES)

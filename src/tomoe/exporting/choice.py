@@ -11,18 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from tomoe.errors import UserError
 from tomoe.exporting.dense import Dense
 from tomoe.exporting.gguf.target import Gguf
 from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder
 from tomoe.exporting.stock.table import CARRIERS
-from tomoe.exporting.target import Options, Sizes, Target
+from tomoe.exporting.target import Job, Options, Sizes, Target
 from tomoe.model.loading import load_config
-from tomoe.moe.checkpoint import readable_weights, save_tokenizer
+from tomoe.moe.checkpoint import readable_weights
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.progress import StageCallback
 from tomoe.recipe.conversion import Recipe
 
 
@@ -35,18 +34,10 @@ class OwnForm(Target):
         stored = sum(p.nbytes for p in moe.parameters())
         return Sizes(stored, "every neuron stored once, with the modelling code beside the weights")
 
-    def write(
-        self,
-        moe: ToMoEForCausalLM,
-        tokenizer: PreTrainedTokenizerBase | None,
-        folder: Path,
-        options: Options,
-        on_progress: StageCallback,
-    ) -> None:
-        moe.save_pretrained(folder)
+    def write(self, job: Job, folder: Path) -> None:
+        job.moe.save_pretrained(folder)
         readable_weights(folder)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, folder)
+        job.save_tokenizer(folder)
 
     def how_to_load(self, folder: Path, options: Options) -> str:
         return f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)'

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from tomoe.exporting.stock.carrier import padded, round_up
-from tomoe.exporting.target import Options, Sizes, Target
+from tomoe.exporting.target import Job, Options, Sizes, Target
 from tomoe.exporting.writing import write_config
 from tomoe.model.mlp import converted_mlps
-from tomoe.moe.checkpoint import readable_weights, save_tokenizer
+from tomoe.moe.checkpoint import readable_weights
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.progress import StageCallback
 
 WORDS = ("intermediate", "ffn", "inner", "mlp")  # in the names of keys that are tried first, or that may be None
 
@@ -67,15 +66,9 @@ class Dense(Target):
         )
 
     @torch.no_grad()
-    def write(
-        self,
-        moe: ToMoEForCausalLM,
-        tokenizer: PreTrainedTokenizerBase | None,
-        folder: Path,
-        options: Options,
-        on_progress: StageCallback,
-    ) -> None:
-        width = _width(moe, options)
+    def write(self, job: Job, folder: Path) -> None:
+        moe = job.moe
+        width = _width(moe, job.options)
         dense = _skeleton(moe, width)
         inside = tuple(f"{name}." for name in moe.config.tomoe_mlps)
         state = {name: t for name, t in moe.state_dict().items() if not name.startswith(inside)}
@@ -90,10 +83,9 @@ class Dense(Target):
         dense.save_pretrained(folder)
         readable_weights(folder)
         write_config(dense.config, folder)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, folder)
+        job.save_tokenizer(folder)
         written = sum(t.nbytes for t in dense.parameters())
-        on_progress(written, written)
+        job.on_progress(written, written)
 
     def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
         return False

@@ -21,7 +21,7 @@ from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
 from tomoe.exporting.choice import Choice, choose
 from tomoe.exporting.stock.carrier import empty_stock
-from tomoe.exporting.target import Options, Sizes
+from tomoe.exporting.target import Job, Options, Sizes
 from tomoe.exporting.verify import Check, Proof
 from tomoe.exporting.writing import check_place
 from tomoe.files import atomic_folder, basename, format_bytes
@@ -103,7 +103,7 @@ def export(
         say(notice)
     dialed = choice.target.is_dialed(moe)
     with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
-        choice.target.write(moe, tokenizer, part, options, _in_megabytes(on_progress))
+        choice.target.write(Job(moe, tokenizer, options, _in_megabytes(on_progress)), part)
         proof = None
         if proof_text is not None:
             check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe), offload)

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.exporting.verify import Check, Proof, verify_exactly
+from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.progress import StageCallback
+from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.target_rules import Precision as Precision
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -28,6 +29,20 @@ class Options:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or (self.width_multiple or 1) < 1:
             raise UserError(f"{self} has a precision or a width that there is not; precisions: {', '.join(PRECISIONS)}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be written."""
+
+    moe: ToMoEForCausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    options: Options
+    on_progress: StageCallback = no_stage_progress
+
+    def save_tokenizer(self, folder: Path) -> None:
+        if self.tokenizer is not None:
+            save_tokenizer(self.tokenizer, folder)
 
 
 @dataclass(frozen=True)
@@ -61,14 +76,7 @@ class Target(ABC):
         """What the export of this model will take."""
 
     @abstractmethod
-    def write(
-        self,
-        moe: ToMoEForCausalLM,
-        tokenizer: PreTrainedTokenizerBase | None,
-        folder: Path,
-        options: Options,
-        on_progress: StageCallback,
-    ) -> None:
+    def write(self, job: Job, folder: Path) -> None:
         """Write the files into a folder that exists."""
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:

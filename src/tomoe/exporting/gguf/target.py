@@ -19,7 +19,7 @@ from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
 from tomoe.exporting.gguf.verify import Comparison, verify_file
 from tomoe.exporting.stock.carrier import StockLayout
-from tomoe.exporting.target import Options, Precision, Sizes, Target
+from tomoe.exporting.target import Job, Options, Precision, Sizes, Target
 from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.checkpoint import load_moe
@@ -49,18 +49,11 @@ class Gguf(Target):
         more = f", {types}, for contexts of up to {arch.context_length(moe):,} tokens"
         return arch.layout(moe, options.width_multiple).sizes(moe, sum(entry.nbytes for entry in tensors), more)
 
-    def write(
-        self,
-        moe: ToMoEForCausalLM,
-        tokenizer: PreTrainedTokenizerBase | None,
-        folder: Path,
-        options: Options,
-        on_progress: StageCallback,
-    ) -> None:
-        if tokenizer is not None:
-            check_merges(tokenizer)
-        file = self.file(folder, options)
-        write_gguf(moe, tokenizer, file, options.precision, options.width_multiple, on_progress)
+    def write(self, job: Job, folder: Path) -> None:
+        if job.tokenizer is not None:
+            check_merges(job.tokenizer)
+        options, file = job.options, self.file(folder, job.options)
+        write_gguf(job.moe, job.tokenizer, file, options.precision, options.width_multiple, job.on_progress)
 
     def check_verifier(self) -> None:
         if find_spec("xllamacpp") is None:

@@ -14,15 +14,13 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.exporting.stock.routers import RouterForm
-from tomoe.exporting.target import Options, Sizes, Target
+from tomoe.exporting.target import Job, Options, Sizes, Target
 from tomoe.exporting.writing import write_checkpoint, write_config
 from tomoe.model.mlp import converted_mlps, decoder_layers, named_layers
-from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.progress import StageCallback
 from tomoe.recipe.target_rules import TARGET_RULES, TargetRules
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -206,21 +204,13 @@ class Carrier(Target):
         """Of the weights."""
         return sum(p.numel() for p in empty_stock(self.config(moe, layout)).parameters()) * moe.dtype.itemsize
 
-    def write(
-        self,
-        moe: ToMoEForCausalLM,
-        tokenizer: PreTrainedTokenizerBase | None,
-        folder: Path,
-        options: Options,
-        on_progress: StageCallback,
-    ) -> None:
-        layout = self.layout(moe, options.width_multiple)
+    def write(self, job: Job, folder: Path) -> None:
+        moe, layout = job.moe, self.layout(job.moe, job.options.width_multiple)
         write_config(self.config(moe, layout), folder)
         if moe.generation_config is not None:
             moe.generation_config.save_pretrained(folder)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, folder)
-        write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), on_progress)
+        job.save_tokenizer(folder)
+        write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), job.on_progress)
 
 
 def mlp_problem(model: Any) -> str | None:
