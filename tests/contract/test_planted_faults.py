@@ -115,8 +115,8 @@ def test_rotary_frequencies_of_other_pairs(dense: PreTrainedModel) -> None:
 
 
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(logits: Tensor) -> Routing:
-        return route(logits + gumbel_noise(logits, 0))
+    def noisy(logits: Tensor, top_k: int | None) -> Routing:
+        return route(logits + gumbel_noise(logits, 0), top_k)
 
     monkeypatch.setattr(masking, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED

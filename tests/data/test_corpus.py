@@ -338,18 +338,6 @@ def test_a_saved_corpus_reads_back(tmp_path: Path, tokenizer: PreTrainedTokenize
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "corpus.safetensors"]
 
 
-def test_a_file_that_also_tells_sources_reads_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    saved = prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=5)
-    more = {"train.source_ids": torch.zeros(len(saved.train), dtype=torch.int32)}  # as earlier versions wrote them
-    with monkeypatch.context() as earlier:
-        written = saved._tensors() | more
-        earlier.setattr(Corpus, "_tensors", lambda _: written)
-        saved.save(tmp_path / "corpus.safetensors")
-    assert torch.equal(Corpus.load(tmp_path / "corpus.safetensors").train.input_ids, saved.train.input_ids)
-
-
 def test_a_corpus_that_is_not_what_was_written(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     corpus = prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
     path = tmp_path / "corpus.safetensors"

@@ -155,7 +155,7 @@ class LayerPlan:
     def tensor_error(self, s: ModelShape) -> str | None:
         """What is wrong with the shapes of the tensors, or with the numbers in them; None if nothing is."""
         n = len(self.expert_masks)
-        for name, shape in layer_shapes(s, n, self.form).items():
+        for name, shape in layer_shapes(s, n, self.shared_mask is not None).items():
             t = getattr(self, FIELDS[name])
             if t is None or tuple(t.shape) != shape:
                 return f"{name} has shape {None if t is None else tuple(t.shape)}, the model needs {shape}"

@@ -26,7 +26,6 @@ from tomoe.plans.attention_masks import AttentionMasks, PlannedAttention, attent
 from tomoe.plans.layer import LayerPlan
 from tomoe.plans.plan import Plan
 from tomoe.plans.routing import ExpertRouter, Routing, route
-from tomoe.recipe.target_rules import Form
 
 
 @runtime_checkable
@@ -45,7 +44,7 @@ class PlannedLayerMasks:
     """The masks of a plan: no noise, the decisions of inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
-        self.layer, self.experts = layer, PLANNED[layer.form](layer, device)
+        self.layer, self.experts = layer, PlannedExperts(layer, device)
         self.attention = PlannedAttention.of(layer, shape, device)
         self.copied: dict[str, Tensor] = {}  # refitted matrices that were copied to a device, by projection
         self.routing: Routing | None = None  # of the last forward pass
@@ -117,38 +116,24 @@ def masked(model: nn.Module, masks: Sequence[LayerMasks]) -> Iterator[None]:
         yield
 
 
-class PlannedFine:
-    """Fine-grained experts of one layer. `choose` routes tokens: it returns their experts and the mask of their neurons."""
+class PlannedExperts:
+    """The experts of one layer. `choose` routes tokens: it returns their experts and the mask of their neurons."""
 
     def __init__(self, layer: LayerPlan, device: torch.device):
-        assert layer.shared_mask is not None
-        assert layer.router_bias is not None
-        self.router = ExpertRouter.of(layer.router_weight.to(device), layer.router_bias.to(device))
-        self.top_k = layer.top_k
-        # the expert of each neuron, the number of experts for shared ones
-        expert = layer.expert_masks.int().argmax(0).masked_fill(layer.shared_mask, len(layer.expert_masks))
-        self.expert_of_neuron: Int[Tensor, " F"] = expert.to(device)
+        bias, shared = layer.router_bias, layer.shared_mask
+        self.router = ExpertRouter.of(layer.router_weight.to(device), None if bias is None else bias.to(device))
+        self.top_k = None if shared is None else layer.top_k
+        self.expert_masks: Float[Tensor, "N F"] | None = None  # of experts that overlap
+        if shared is None:
+            self.expert_masks = layer.expert_masks.float().to(device)
+        else:
+            # the expert of each neuron, the number of experts for shared ones
+            expert = layer.expert_masks.int().argmax(0).masked_fill(shared, len(layer.expert_masks))
+            self.expert_of_neuron: Int[Tensor, " F"] = expert.to(device)
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         routing = route(self.router(x_TD), self.top_k)
+        if self.expert_masks is not None:
+            return routing, routing.assignment @ self.expert_masks
         # a product with hundreds of masks takes ten times as long; the column of ones is the shared part
-        mask_TF = F.pad(routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
-        return routing, mask_TF
-
-
-class PlannedOverlapping:
-    """Overlapping experts of one layer."""
-
-    def __init__(self, layer: LayerPlan, device: torch.device):
-        self.router = ExpertRouter.of(layer.router_weight.to(device))
-        self.expert_masks: Float[Tensor, "N F"] = layer.expert_masks.float().to(device)
-
-    def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = route(self.router(x_TD))
-        return routing, routing.assignment @ self.expert_masks
-
-
-PLANNED: dict[Form, Callable[[LayerPlan, torch.device], PlannedFine | PlannedOverlapping]] = {
-    "fine": PlannedFine,
-    "overlapping": PlannedOverlapping,
-}
+        return routing, F.pad(routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from tomoe.model.shape import ModelShape, ceil_div
-from tomoe.recipe.target_rules import Form
 
 Shape = tuple[int, ...]
 StoredTensor = tuple[Shape, str]  # shape and dtype, as a safetensors file names it
@@ -41,15 +40,15 @@ def always_used(router_bias: Any) -> Any:
     return router_bias >= ALWAYS / 2
 
 
-def layer_shapes(s: ModelShape, n: int, form: Form) -> dict[str, Shape]:
-    """Shapes of what every layer with n experts of a form has."""
+def layer_shapes(s: ModelShape, n: int, shared: bool) -> dict[str, Shape]:
+    """Shapes of what every layer with n experts has, with a part that tokens share or without."""
     shapes: dict[str, Shape] = {
         "expert_neurons": (n, s.mlp_size),
         "router_weight": (n, s.hidden_size),
         "qk_kept": (s.num_qk_choices,),
         "value_kept": (s.head_dim,),
     }
-    return shapes | ({"shared_neurons": (s.mlp_size,), "router_bias": (n,)} if form == "fine" else {})
+    return shapes | ({"shared_neurons": (s.mlp_size,), "router_bias": (n,)} if shared else {})
 
 
 def router_shapes(s: ModelShape, e: int) -> dict[str, Shape]:
@@ -95,8 +94,7 @@ def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[l
 def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, tuple[Shape, tuple[str, ...]]]:
     """Shape and possible dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
-    fine = any(f"{prefix}{name}" in stored for name in FINE.values())
-    shapes = layer_shapes(s, experts, "fine" if fine else "overlapping")
+    shapes = layer_shapes(s, experts, any(f"{prefix}{name}" in stored for name in FINE.values()))
     if any(name.startswith(prefix + ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{ROUTER}norm.bias"]
         shapes |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}

@@ -77,15 +77,16 @@ class TargetRules:
     them for a token, in no layer, and a shared part that is a multiple of one."""
 
 
-_UNBIASED = TargetRules(forms=("fine",), shared=STOCK_SHARED, router_bias=False, dense_layers=False)
+_STOCK = TargetRules(forms=("fine",), shared=STOCK_SHARED)
+_UNBIASED = replace(_STOCK, router_bias=False, dense_layers=False)
 _UNSHARED = replace(_UNBIASED, shared=0.0, holds_shared=False)
 
 TARGET_RULES = {
     "dense": TargetRules(forms=("overlapping",), num_experts=1, whole_attention=True),
     "mixtral": TargetRules(forms=("overlapping",)),
-    "glm4_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED),
+    "glm4_moe": _STOCK,
     "qwen3_5_moe": _UNBIASED,
-    "lfm2_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED, shared_in_experts=True),
+    "lfm2_moe": replace(_STOCK, shared_in_experts=True),
     "granitemoeshared": _UNBIASED,
     "granitemoehybrid": _UNBIASED,
     "gemma4": _UNSHARED,
@@ -95,5 +96,5 @@ TARGET_RULES = {
         shared=STOCK_SHARED, numbers=GGUF_EXPERTS, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE
     ),
     "hf": TargetRules(forms=("fine", "overlapping", "inputs"), uniform=False),
-    "gpu": TargetRules(forms=("fine",), uniform=False, wide=True),
+    "gpu": replace(_STOCK, shared=None, uniform=False, wide=True),
 }
