@@ -54,7 +54,7 @@ def test_a_damaged_plan_of_inputs_is_made_again_by_a_conversion(
     """No run holds anything that `tomoe plan` could extract it from."""
     folder = shutil.copytree(converted_inputs / "moe", tmp_path / "moe")
     values = json.loads((folder / "plan.json").read_text())
-    for damage in ({"path": 3}, {"projections": {}}):
+    for damage in ({"path": 3}, {"names": {}}):
         (folder / "plan.json").write_text(json.dumps(values | damage))
         done = tomoe("inspect", folder)
         refused(done, "use --method inputs to convert the model again")

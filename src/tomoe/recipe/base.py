@@ -129,15 +129,11 @@ def _unknown(key: str, recipe: type[BaseRecipe]) -> str:
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
     """The key of the same name in another section, else the one spelled most alike; None if none is near."""
-    section, _, leaf = key.rpartition(".")
-    if same_name := [name for name in known if name.rpartition(".")[2] == leaf]:
-        return same_name[0]
-    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.75):
-        return near[0]
-    candidates = [name for name in known if section and name.startswith(f"{section}.")] or known
-    leaves = {name.rpartition(".")[2]: name for name in reversed(candidates)}
-    near = difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)
-    return leaves[near[0]] if near else None
+    leaf = key.rpartition(".")[2]
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    alike = difflib.get_close_matches(leaf, leaves, n=1)
+    return leaves.get(leaf) or next(iter(near), leaves[alike[0]] if alike else None)
 
 
 def _keys_of(section: str, recipe: type[BaseRecipe]) -> list[str]:
