@@ -1,7 +1,8 @@
 """Draw what a token uses of a layer, for each kind of plan: method.svg (fine-grained experts), method-overlapping.svg,
-method-static.svg, method-inputs.svg.
+method-static.svg, method-inputs.svg; and forms.svg, experts beside inputs, for the README.
 
-They are written into the package, whose report shows them; the site takes them from there. Deterministic, standard library only.
+All but the last are written into the package, whose report shows them; the site takes them from there. Deterministic, standard
+library only.
 
     python docs/images/method.py
 
@@ -43,10 +44,10 @@ class Drawing:
 
 SHARED = "ssssssss "
 FINE = Drawing(
-    "Of a dense MLP every token uses all neurons. Sorted, each token uses a shared part and three of eight small experts.",
+    "In a dense MLP every token uses all neurons. With experts, each token uses a shared part and three of eight small experts.",
     "Dense MLP: every token uses all neurons",
     "d" * 8 + " " + " ".join(["ddd"] * 8),
-    "Sorted: a token uses a shared part and k of N experts",
+    "Experts: a token uses the shared part and k of N",
     (
         SHARED + "... ### ... ... ### ... ... ###",
         SHARED + "### ... ... ### ... ... ### ...",
@@ -55,20 +56,20 @@ FINE = Drawing(
     ("Every neuron is in one expert or shared, and is stored once.", "A router chooses the experts (here 3 of 8)."),
 )
 OVERLAPPING = Drawing(
-    "Of a dense MLP every token uses all neurons. Gathered into experts that share neurons, each token uses one expert; some "
-    "neurons are in none.",
+    "In a dense MLP every token uses all neurons. With overlapping experts, each token uses one expert; some neurons are "
+    "in none.",
     "Dense MLP: every token uses all neurons",
     "d" * 36,
-    "Gathered: a token uses one of N experts that overlap",
+    "Overlapping experts: a token uses one of N",
     (
         "####.##.###...##.##..#.##..#.....xxx",
         "##.####.#..##..##..#...#.##.##...xxx",
         "###.###..#.#.##..##.##...##..#...xxx",
     ),
-    ("Neurons of no expert (orange) are dropped, the others are", "stored once. A router chooses the expert."),
+    ("Neurons in no expert (orange) are dropped, the others are", "stored once. A router chooses the expert."),
 )
 STATIC = Drawing(
-    "Of a dense MLP every token uses all neurons. Pruned, every token uses the same neurons, and the others are gone.",
+    "In a dense MLP every token uses all neurons. Pruned, every token uses the same neurons, and the others are removed.",
     "Dense MLP: every token uses all neurons",
     "d" * 36,
     "Pruned: every token uses the same neurons",
@@ -76,17 +77,17 @@ STATIC = Drawing(
     ("The others (orange) are dropped, and the down projection", "is refitted to make up for them."),
 )
 INPUTS = Drawing(
-    "The inputs of a projection, all of which a dense model uses. Each token uses its largest inputs.",
+    "A dense projection uses all inputs for every token. With sparse inputs, each token uses its largest inputs.",
     "Dense projection: every token uses all inputs",
     "d" * 36,
-    "Chosen: a token uses its largest inputs",
+    "Sparse inputs: a token uses its largest inputs",
     (
         "719138264915728136924718351962748152",
         "184927315862917348261937518429681739",
         "926175831947216859312784619528371496",
     ),
     (
-        "Large is |x| times the norm of their column of weights;",
+        "Inputs are ranked by |x| times the norm of their column;",
         "other columns are not read.",
     ),
 )
@@ -121,6 +122,22 @@ def row(y: float, name: str, pattern: str) -> list[str]:
 
 def draw(drawing: Drawing) -> str:
     """The whole picture."""
+    parts, height = _content(drawing)
+    return _picture(drawing.about, [_card(0, height), *parts], WIDTH, height)
+
+
+def beside(left: Drawing, right: Drawing) -> str:
+    """Two pictures in one."""
+    (first, height), (second, height_right) = _content(left), _content(right)
+    height = max(height, height_right)
+    shift = WIDTH + MARGIN
+    moved = [f'<g transform="translate({shift})">', *second, "</g>"]
+    parts = [_card(0, height), *first, _card(shift, height), *moved]
+    return _picture(f"{left.about} {right.about}", parts, shift + WIDTH, height)
+
+
+def _content(drawing: Drawing) -> tuple[list[str], int]:
+    """Texts and columns of a picture, and its height."""
     y = TOP + LINE
     parts = [text(MARGIN, y - 6, drawing.head, fill=SOFT), *row(y + 4, "", drawing.dense)]
     y += 2 * LINE + HEIGHT
@@ -132,20 +149,26 @@ def draw(drawing: Drawing) -> str:
     for line in drawing.foot:
         parts.append(text(MARGIN, y + 10, line, fill=SOFT))
         y += LINE
+    return parts, y + TOP
+
+
+def _card(x: int, height: int) -> str:
+    return f'<rect x="{x + 0.5}" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="10" fill="{CARD}" stroke="#d5d9de"/>'
+
+
+def _picture(about: str, parts: list[str], width: int, height: int) -> str:
     font = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-    height = y + TOP
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-labelledby="title desc" font-family="{font}">',
         '<title id="title">What a token uses of a layer</title>',
-        f'<desc id="desc">{escape(drawing.about)}</desc>',
-        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="10" fill="{CARD}" stroke="#d5d9de"/>',
+        f'<desc id="desc">{escape(about)}</desc>',
     ]
     return "\n".join([*head, *parts, "</svg>", ""])
 
 
 def drawings() -> dict[str, str]:
-    """The files and what they hold."""
+    """The files of the package and what they hold."""
     forms = {"method": FINE, "method-overlapping": OVERLAPPING, "method-static": STATIC, "method-inputs": INPUTS}
     return {f"{name}.svg": draw(drawing) for name, drawing in forms.items()}
 
@@ -154,3 +177,4 @@ if __name__ == "__main__":
     templates = Path(__file__).parents[2] / "src" / "tomoe" / "report" / "templates"
     for name, drawn in drawings().items():
         (templates / name).write_text(drawn, encoding="utf-8")
+    Path(__file__).with_name("forms.svg").write_text(beside(FINE, INPUTS), encoding="utf-8")

@@ -68,11 +68,11 @@ def test_apply_makes_the_same_folder(tomoe: CommandLine, converted_inputs: Path,
 
 def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
     folder, dense, out = converted_inputs / "moe", converted_inputs / "dense", tmp_path / "out"
-    refused(tomoe("export", folder, "-o", out), "no engine has a place", "--method carve")
+    refused(tomoe("export", folder, "-o", out), "no engine supports sparse inputs", "--method carve")
     refused(
-        tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--method carve"
+        tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "sparse inputs", "--method carve"
     )
-    refused(tomoe("repair", folder, "-o", out), "form inputs", "--method carve")
+    refused(tomoe("repair", folder, "-o", out), "sparse inputs", "--method carve")
     refused(tomoe("route", folder, "the sea"), "has no routers")
     refused(tomoe("doctor", folder), "choose inputs already")
     for options in (INPUTS, fine()):
@@ -81,7 +81,7 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
             "choose inputs already",
         )
     refused(tomoe("train", dense, "-o", out, *INPUTS), "method inputs trains nothing", "convert with it")
-    refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "hf"), "no engine has a place")
+    refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "hf"), "no engine supports sparse inputs")
     refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "gguf"), "method inputs", "set target to hf")
     for key, value in {
         "train.steps": "3",

@@ -56,8 +56,10 @@ def test_no_line_installs_a_package_that_is_not_released() -> None:
 
 
 def test_the_drawings_of_the_method_are_current() -> None:
-    for name, drawn in runpy.run_path(str(DOCS / "images" / "method.py"))["drawings"]().items():
+    made = runpy.run_path(str(DOCS / "images" / "method.py"))
+    for name, drawn in made["drawings"]().items():
         assert (TEMPLATES / name).read_text("utf-8") == drawn, "run: python docs/images/method.py"
+    assert (DOCS / "images" / "forms.svg").read_text("utf-8") == made["beside"](made["FINE"], made["INPUTS"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -92,5 +94,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "reference" / "recipe.html").is_file()
-    assert 'src="images/method.svg"' in (tmp_path / "site" / "index.html").read_text("utf-8")
-    assert (tmp_path / "site" / "images" / "method.svg").is_file()
+    assert 'src="images/method-overlapping.svg"' in (tmp_path / "site" / "method.html").read_text("utf-8")
+    assert (tmp_path / "site" / "images" / "method-overlapping.svg").is_file()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import tomllib
 from pathlib import Path
 
 import click
 import pytest
 from typer.main import get_command
 
-from pico_files import INPUTS, SMALL, CommandLine, small
+from pico_files import INPUTS, SMALL, CommandLine
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import app
 from tomoe.model.catalog import MODELS
@@ -57,14 +58,13 @@ def test_the_commands_run_one_after_the_other(
     tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
     tokenizer.save_pretrained(model)
     monkeypatch.chdir(tmp_path)
-    own = {MODEL: str(model), "FILE": str(text)}
+    own = {MODEL: str(model)}
     commands = [words[1:] for words in shell_lines() if words[0] == "tomoe"]
-    assert [words[0] for words in commands] == ["convert", "convert", "generate", "evaluate"]
-    for verb, *words in commands:
-        sizes = INPUTS if "inputs" in words else small()
-        more = ["--data", str(text), *sizes] if verb == "convert" else []
-        done = tomoe(verb, *(own.get(word, word) for word in words), *more)
-        assert done.code == 0, (verb, done.err)
+    assert [words[0] for words in commands] == ["convert", "generate", "evaluate"]
+    for name, *words in commands:
+        more = ["--data", str(text), *INPUTS] if name == "convert" else []
+        done = tomoe(name, *(own.get(word, word) for word in words), *more)
+        assert done.code == 0, (name, done.err)
 
 
 def test_what_the_readme_names_exists() -> None:
@@ -73,17 +73,40 @@ def test_what_the_readme_names_exists() -> None:
     group = get_command(app)
     shown = [shlex.split(code)[1:] for code in re.findall(r"`(tomoe [^`]+)`", text)]
     assert ["finetune"] in shown
-    for verb, *words in [*shown, *(words[1:] for words in shell_lines() if words[0] == "tomoe")]:
-        command = group.get_command(click.Context(group), verb)
-        assert command is not None, verb
+    for name, *words in [*shown, *(words[1:] for words in shell_lines() if words[0] == "tomoe")]:
+        if name == "--version":
+            continue
+        command = group.get_command(click.Context(group), name)
+        assert command is not None, name
         # what a sentence leaves out is not missing
-        command.make_context(verb, [*words], resilient_parsing=not words)
+        command.make_context(name, [*words], resilient_parsing=not words)
     assert MODEL in MODELS
     recipes = re.findall(r"--recipe (\w+)", text)
     assert recipes
     for recipe in recipes:
         Recipe.load(recipe, [])
     assert {tuple(words) for words in shell_lines() if words[0] != "tomoe"} == {("pip", "install", ".")}
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 750
+    assert len(text.partition("\n```\n")[0].split()) < 200
+
+
+def test_one_description_stands_everywhere() -> None:
+    """In the README, the help, the package, the site and the citation."""
+    description = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    for name in ("README.md", "mkdocs.yml", "CITATION.cff", "docs/index.md"):
+        assert description in (ROOT / name).read_text(), name
+    assert description in " ".join((get_command(app).help or "").split())
+
+
+def test_the_citation_is_that_of_the_citation_file() -> None:
+    (entry,), cff = code_blocks("bibtex"), (ROOT / "CITATION.cff").read_text()
+    fields = dict(re.findall(r"(\w+) = \{+(.*?)\}+,?$", entry, re.MULTILINE))
+    for key, name in {"title": "title", "version": "version", "author": "  - name"}.items():
+        assert f"\n{name}: {fields[key]}\n" in cff, key
 
 
 def test_the_two_commands_stand_in_the_readme_and_in_run_sh() -> None:

@@ -92,7 +92,7 @@ def test_it_comes_back_from_disk(tmp_path: Path) -> None:
     before = (tmp_path / "plan.json").read_bytes()
     plan.save(tmp_path)
     assert (tmp_path / "plan.json").read_bytes() == before
-    with pytest.raises(UserError, match=r"of the form inputs.* needs experts"):
+    with pytest.raises(UserError, match=r"uses sparse inputs.* needs experts"):
         Plan.load(tmp_path)
 
 

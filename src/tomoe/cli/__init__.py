@@ -117,8 +117,8 @@ app = typer.Typer(
 VERBS = {
     "Convert": (doctor, convert, repair, finetune),
     "Convert stage by stage": (train, plan, apply),
-    "Look and measure": (evaluate, compare, generate, report, inspect, route, benchmark, methods),
-    "Use elsewhere": (export,),
+    "Inspect and measure": (evaluate, compare, generate, report, inspect, route, benchmark, methods),
+    "Export": (export,),
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:
@@ -137,7 +137,8 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Turn a dense causal language model into a Mixture-of-Experts."""
+    """Makes a dense language model use only part of its weights for each token:
+    as a Mixture-of-Experts, or by its largest inputs."""
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -15,18 +15,18 @@ def apply(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="Plan folder, or hub id of a plan.")],
     out: options.Out,
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Dense model, if it is not where the plan says.")
+        str | None, typer.Argument(metavar="[MODEL]", help="Dense model (default: the one that the plan names).")
     ] = None,
     dtype: Annotated[
         options.Dtype | None, typer.Option("--dtype", help="Dtype of the weights (default: the recipe's).")
     ] = None,
     force: options.Force = False,
 ) -> None:
-    """Build the MoE from a plan and its dense model."""
+    """Build the converted model from a plan and its dense model."""
     with Screen() as screen:
         applied = stages.apply_plan(plan, model, out, dtype, force)
     checked = "" if applied.source else " The plan has no fingerprint, so only the sizes of the weights were checked."
     screen.say(
-        f"The MoE is in {out}, with {applied.active_fraction():.2%} of the decoder parameters active.{checked} "
+        f"The converted model is in {out}, with {applied.active_fraction():.2%} of the decoder parameters active.{checked} "
         f"Next: tomoe evaluate MODEL {options.quoted(out)}"
     )

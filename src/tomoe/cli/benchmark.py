@@ -22,7 +22,7 @@ Actives = Annotated[
     Any,
     typer.Option(
         "--active",
-        help="Fraction that MOE uses; for llama.cpp those to try.",
+        help="Active fraction of MOE; for llama.cpp the fractions to try.",
         parser=options.fractions,
         metavar="FRACTION",
         show_default="llama.cpp: 0.85,0.7,0.5",
@@ -38,13 +38,13 @@ def benchmark(
     dense: Annotated[str, typer.Argument(metavar="DENSE", help="Dense model.")],
     moe: Annotated[str | None, typer.Argument(metavar="MOE", help="Converted model.", show_default=False)] = None,
     engine: Annotated[
-        Engine, typer.Option("--engine", help="llama.cpp: layouts of experts, before DENSE is converted.")
+        Engine, typer.Option("--engine", help="llama.cpp: time expert layouts before DENSE is converted.")
     ] = "pytorch",
-    batch: Annotated[str, typer.Option("--batch", help="Batch sizes, separated by commas.")] = "1,8,64",
+    batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8,64",
     prompt: Annotated[
         str,
         typer.Option(
-            "--prompt", help="Prompt lengths in tokens, separated by commas.", show_default="128,1024; llama.cpp 256"
+            "--prompt", help="Comma-separated prompt lengths in tokens.", show_default="128,1024; llama.cpp 256"
         ),
     ] = "",
     text: options.Text = None,
@@ -56,7 +56,7 @@ def benchmark(
     active: Actives = None,
     json_file: options.JsonFile = None,
 ) -> None:
-    """Time a dense model and its MoE, or before a conversion, in llama.cpp, what it would gain."""
+    """Time a dense model and its conversion, or estimate the gain in llama.cpp before a conversion."""
     mark = layout_speed.FORMAT if engine == "llama.cpp" else timings.FORMAT
     folders.refuse_stranger(json_file, f'"{mark}"')
     options.check_model(dense)
@@ -73,7 +73,7 @@ def benchmark(
         )
     options.check_model(moe)
     if active and len(active) > 1:
-        raise UserError("--active lists several fractions, but a converted model runs at one of them at a time")
+        raise UserError("--active lists several fractions, but a converted model runs at one fraction at a time")
     sizes = {"batch": _numbers("--batch", batch), "prompt": _numbers("--prompt", prompt or "128,1024")}
 
     with Screen() as screen:

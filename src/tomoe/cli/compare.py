@@ -31,7 +31,7 @@ def compare(
         Any,
         typer.Option(
             "--methods",
-            help="Methods, each perhaps with recipe keys: carve,carve\\[experts.num_experts=16],cmoe.",
+            help="Methods, optionally with recipe keys: carve,carve\\[experts.num_experts=16],cmoe.",
             parser=_names,
             metavar="NAME,...",
         ),
@@ -40,11 +40,11 @@ def compare(
         Any,
         typer.Option("--active", help="Active fractions.", parser=options.fractions, metavar="FRACTION,..."),
     ] = "0.85,0.7,0.5",
-    repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Measure repaired plans, too.")] = True,
+    repair: Annotated[bool, typer.Option("--repair/--no-repair", help="Also measure repaired plans.")] = True,
     text: options.Text = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Max tokens for evaluation.")] = None,
 ) -> None:
-    """Measure methods against each other; an interrupted comparison goes on where it stopped."""
+    """Compare methods on one text; an interrupted comparison continues when run again."""
     recipe = chosen.make()
     options.check_model(chosen.model)
     with Screen() as screen:

@@ -25,7 +25,7 @@ from tomoe.report import build, warnings
 Target = Annotated[
     Format | None,
     typer.Option(
-        "--format", help="Also export to OUT/export-FORMAT; the plan is made to fit that form (auto: the family's)."
+        "--format", help="Also export to OUT/export-FORMAT; makes a plan that fits it (auto: the family's MoE class)."
     ),
 ]
 
@@ -40,15 +40,13 @@ def convert(
     force: options.Force = False,
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
-    """Convert a dense model to a Mixture-of-Experts and measure both."""
+    """Convert a dense model to experts or sparse inputs, and measure both models."""
     # `auto` names no form: exporting/choice.py says what it stands for, before a conversion and after it
     recipe = chosen.make(target=None if format == "auto" else format, offload=offload or None)
     if format == "auto" and recipe.target == "hf" and recipe.model:
         recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=offload or None)
     if format is not None and registry.settled(recipe)[0].kind == "inputs":
-        raise UserError(
-            "no engine has a place for projections that leave out inputs of a token; leave --format out, or --method inputs"
-        )
+        raise UserError("no engine supports sparse inputs; leave out --format or --method inputs")
     if format not in (None, "auto"):
         choice.TARGETS[format].check_verifier()
     first = run_conversion(recipe, out, resume, force, skip_memory_check)
@@ -90,15 +88,15 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
     """What to try after a conversion, as (command, what it does)."""
     model, folder = quoted(recipe.model), quoted(out)
     commands = [
-        (f'tomoe generate {folder} "Once upon a time"', "let it write"),
-        (f"tomoe inspect {folder}", "see what every layer keeps"),
-        (f"tomoe evaluate {model} {folder} --text FILE", "measure both on your own text"),
+        (f'tomoe generate {folder} "Once upon a time"', "generate text"),
+        (f"tomoe inspect {folder}", "show every layer in numbers"),
+        (f"tomoe evaluate {model} {folder} --text FILE", "compare both on your own text"),
     ]
     if registry.settled(recipe)[0].kind == "inputs":
         return commands
     # at equal steps this gained more than longer training of the masks (docs/lab/log.md)
     tuned = f"tomoe finetune {folder} --data FILE.txt -o TUNED"
-    commands.append((tuned, "train the weights, too: slower, better quality"))
+    commands.append((tuned, "train the weights: slower, better quality"))
     if "self" in recipe.data.sources:
-        commands.append((f"tomoe convert {model} --data FILE.txt -o OUT", "convert with text of your own"))
+        commands.append((f"tomoe convert {model} --data FILE.txt -o OUT", "convert with your own text"))
     return commands

@@ -16,7 +16,7 @@ from tomoe.memory import doctor as examination
 
 @options.makes_recipe("seed", "data", "start", "repair")
 def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> None:
-    """Check before a conversion: structure, reachable budgets, memory."""
+    """Check whether a model can be converted: structure, reachable budgets, memory."""
     conversion = chosen.make()
     options.check_model(chosen.model)
 

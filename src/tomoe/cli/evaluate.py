@@ -20,18 +20,19 @@ from tomoe.moe import active_experts
 from tomoe.report import warnings
 
 Suite = Annotated[
-    Literal["paper", "moe"] | None, typer.Option("--suite", help="Run the tasks of a table in the paper.")
+    Literal["paper", "moe"] | None, typer.Option("--suite", help="Run the tasks of one of the paper's tables.")
 ]
 Tasks = Annotated[
     str | None,
     typer.Option(
         "--tasks",
-        help="Run tasks: humaneval and loops, or lm-eval's, with examples if given.",
+        help="Run tasks: humaneval, loops, or lm-eval's, optionally with a number of shots.",
         metavar="NAME,NAME:SHOTS",
     ),
 ]
 RunCode = Annotated[
-    bool, typer.Option("--run-code", help="Run the programs that models write (humaneval), with your rights.")
+    bool,
+    typer.Option("--run-code", help="Execute the programs that models generate (humaneval), with your user rights."),
 ]
 MarkdownFile = Annotated[
     Path | None, typer.Option("--markdown", help="Also write the tables to this file.", metavar="FILE")
@@ -47,7 +48,7 @@ def evaluate(
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option("--stride", min=1, help="Tokens from one sequence to the next (default: the context)."),
+        typer.Option("--stride", min=1, help="Tokens between the starts of two sequences (default: the context)."),
     ] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Max tokens for evaluation.")] = None,
     suite: Suite = None,

@@ -23,7 +23,7 @@ def export(
     ] = "auto",
     text: Annotated[
         str | None,
-        typer.Option("--text", help="Text for verification (default: what the conversion held out).", metavar="FILE"),
+        typer.Option("--text", help="Text for verification (default: the conversion's held-out text).", metavar="FILE"),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=16, help="Max tokens for verification.")] = 4096,
     dtype: Annotated[
@@ -41,14 +41,14 @@ def export(
     ] = None,
     weights: Annotated[target_rules.Precision, typer.Option("--weights", help="Precision of a GGUF file.")] = "f16",
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Write without a comparison; without llama.cpp GGUF needs it.")
+        bool, typer.Option("--unverified", help="Skip verification; GGUF without xllamacpp needs it.")
     ] = False,
     force: options.Force = False,
     offload: Annotated[
         bool, typer.Option("--offload", help="Compare one layer at a time (for models larger than RAM in float32).")
     ] = False,
 ) -> None:
-    """Write a stock MoE (Mixtral, Glm4 ...) or GGUF, and verify it on text."""
+    """Export to a stock architecture (Mixtral, GLM-4-MoE ...) or GGUF, and verify it on text."""
     with Screen() as screen:
         exported = exporting.export(
             folder,

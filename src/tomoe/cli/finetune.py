@@ -22,7 +22,8 @@ def finetune(
     out: options.Out,
     data: options.Data = None,
     weights: Annotated[
-        Literal["full", "lora"] | None, typer.Option("--weights", help="Train all weights, or adapters (peft).")
+        Literal["full", "lora"] | None,
+        typer.Option("--weights", help="Train all weights (full) or LoRA adapters (peft)."),
     ] = None,
     objective: Annotated[
         Literal["kl", "lm"] | None,
@@ -36,7 +37,7 @@ def finetune(
     resume: options.Resume = False,
     force: options.Force = False,
 ) -> None:
-    """Fine-tune weights and routers to recover quality."""
+    """Fine-tune a converted model to recover quality."""
     named: dict[str, object] = {
         "model": str(folder),
         "dense": dense,

@@ -16,7 +16,7 @@ from tomoe.moe import active_experts
 def generate(
     model: options.Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Max tokens to write.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Max tokens to generate.")] = 64,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="Sampling temperature (0: the most likely token).")
     ] = 0.0,
@@ -24,14 +24,14 @@ def generate(
     active: options.Dial = None,
     prompts: Annotated[
         Literal["chosen", "whole"] | None,
-        typer.Option("--prompts", help="Form inputs: whether long prompts choose inputs, too, or use all of them."),
+        typer.Option(
+            "--prompts", help="Sparse inputs: long prompts use the chosen inputs (chosen), or all inputs (whole)."
+        ),
     ] = None,
     dtype: options.RunDtype = "bfloat16",
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Ask through the model's chat template instead of continuing a text.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
 ) -> None:
-    """Continue a prompt with a dense or a converted model, or ask it."""
+    """Generate text with a dense or converted model."""
     options.check_model(model)
 
     quiet_libraries()

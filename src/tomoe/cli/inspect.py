@@ -30,7 +30,7 @@ def inspect(
         bool, typer.Option("--verify", help="Verify checksums, and that all weights are finite.")
     ] = False,
 ) -> None:
-    """Show what a plan, a converted model or a run holds."""
+    """Show the contents of a plan, converted model or run."""
     if verify:
         _verify(folder)
     elif (folder / "plan.json").exists():

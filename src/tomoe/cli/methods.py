@@ -17,7 +17,7 @@ def methods(
         str | None, typer.Argument(metavar="NAME", help="Show the settings of this method, or of FILE.py:CLASS.")
     ] = None,
 ) -> None:
-    """List the methods of `convert --method`, or the settings of one."""
+    """List the conversion methods, or the settings of one."""
     console = output()
     if name is None:
         table = Table("name", "what it does", "trains", "runs in", box=None, pad_edge=False)

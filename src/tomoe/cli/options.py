@@ -69,7 +69,7 @@ Active = Annotated[
     float | None,
     typer.Option(
         "--active",
-        help="Fraction of decoder parameters active per token: 0.5 or 50% (by default 0.7).",
+        help="Fraction of decoder parameters active per token: 0.5 or 50% (default 0.7).",
         parser=fraction,
         metavar="FRACTION",
     ),
@@ -81,14 +81,14 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", help="Set any key of the recipe (repeatable).", metavar="SECTION.KEY=VALUE"),
 ]
-Steps = Annotated[int | None, typer.Option("--steps", help="Steps to learn for.")]
+Steps = Annotated[int | None, typer.Option("--steps", help="Training steps.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed.")]
 Data = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
-        help="Text: self (sampled from the model; the default for experts), python-docs (the default for inputs), wikitext, "
-        "alpaca, a hub id or a file (repeatable).",
+        help="Calibration text: self (sampled from the model; the default for experts), python-docs (the default for inputs), "
+        "wikitext, alpaca, a hub id or a file (repeatable).",
         metavar="SOURCE",
     ),
 ]
@@ -96,7 +96,7 @@ Dials = Annotated[
     Any,
     typer.Option(
         "--active",
-        help="Measure fine-grained experts, or inputs, at each of these active fractions: 0.5,0.7,1.",
+        help="Measure at each of these active fractions: 0.5,0.7,1.",
         parser=fractions,
         metavar="FRACTION,...",
     ),
@@ -105,7 +105,7 @@ Dial = Annotated[
     float | None,
     typer.Option(
         "--active",
-        help="Let tokens use as many fine-grained experts, or inputs, as make this fraction active: 0.4 or 40%.",
+        help="Active fraction at run time: 0.4 or 40%.",
         parser=fraction,
         metavar="FRACTION",
     ),
@@ -118,7 +118,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help="What chooses the weights of a token: a name that `tomoe methods` lists, or FILE.py:CLASS (by default carve).",
+        help="Conversion method: a name that `tomoe methods` lists, or FILE.py:CLASS (default carve).",
         metavar="NAME",
     ),
 ]
@@ -129,27 +129,27 @@ Attention = Annotated[
 ]
 Repair = Annotated[
     Literal["none", "full", "low_rank"] | None,
-    typer.Option("--repair", help="Refit the down projections to the masks: whole matrices, or factors of low rank."),
+    typer.Option("--repair", help="Refit the down projections in closed form: full matrices, or low-rank changes."),
 ]
 Dense = Annotated[
-    str | None, typer.Option("--dense", help="Dense model, if it is not where the plan says.", metavar="MODEL")
+    str | None, typer.Option("--dense", help="Dense model (default: the one that the plan names).", metavar="MODEL")
 ]
 Text = Annotated[
     str | None,
     typer.Option(
         "--text",
-        help="wikitext, c4, ptb, a hub id or a file (default: the text that the conversion held out).",
+        help="wikitext, c4, ptb, a hub id or a file (default: the conversion's held-out text).",
         metavar="FILE_OR_SOURCE",
     ),
 ]
 Dtype = Literal["float32", "bfloat16", "float16"]
-RunDtype = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights while they run.")]
+RunDtype = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights at run time.")]
 EvaluationDtype = Annotated[
     Literal["auto", Dtype],
     typer.Option(
         "--dtype",
-        help="Dtype of the weights while they run; auto: as stored, multiplied in float32 by processors without instructions "
-        "for 16 bits.",
+        help="Dtype of the weights at run time; auto: as stored, but float32 products on processors without 16-bit "
+        "instructions.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -159,7 +159,7 @@ Offload = Annotated[
     bool, typer.Option("--offload", help="Load one decoder layer at a time (for checkpoints larger than RAM).")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite earlier tomoe output in OUT.")]
 SkipMemoryCheck = Annotated[bool, typer.Option("--skip-memory-check", help="Skip the memory check.")]
 
 

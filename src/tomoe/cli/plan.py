@@ -18,7 +18,7 @@ def plan(
     active: options.Active = None,
     force: options.Force = False,
 ) -> None:
-    """Turn the newest checkpoint of a run into a plan."""
+    """Extract a plan from the newest checkpoint of a run."""
     with Screen() as screen:
         extracted = stages.plan(run, out, active, force)
     screen.say(

@@ -23,14 +23,14 @@ def repair(
     data: options.Data = None,
     mode: Annotated[
         Literal["full", "low_rank"] | None,
-        typer.Option("--mode", help="Keep whole matrices in the plan, or factors of low rank, which are smaller."),
+        typer.Option("--mode", help="Store full matrices in the plan, or smaller low-rank changes."),
     ] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens to fit to, at most.")] = None,
     dense: options.Dense = None,
     changes: options.Changes = None,
     force: options.Force = False,
 ) -> None:
-    """Refit the down projections in closed form: minutes, no training. Measured on held-out text, if the folder kept some."""
+    """Refit the down projections in closed form: minutes, no training. Measures the result on held-out text, if there is any."""
     named: dict[str, object] = {"repair.mode": mode, "repair.tokens": tokens}
     settings = options.overrides(named) + (changes or [])
     with Screen() as screen:

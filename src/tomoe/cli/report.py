@@ -17,7 +17,7 @@ def report(
     folder: options.Converted,
     again: Annotated[bool, typer.Option("--again", help="Repeat all measurements.")] = False,
 ) -> None:
-    """Write report.html, self-contained, and its figures."""
+    """Write a self-contained report.html and its figures."""
     with Screen() as screen:
         rows, texts = build.write_reports(folder, screen.on_progress, again=again)
     if distributed.rank():

@@ -31,13 +31,13 @@ def route(
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="Show only this layer (default: all).")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Max tokens to route.")] = 512,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with a layer slider instead.", metavar="FILE")
+        Path | None, typer.Option("--html", help="Write an HTML page with a layer slider instead.", metavar="FILE")
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Use no colors; write each expert as a small number after its token.")
+        bool, typer.Option("--plain", help="Print each expert as a small number after its token, without colors.")
     ] = False,
 ) -> None:
-    """Show which expert each token of a text goes to, layer by layer."""
+    """Show the expert of each token, layer by layer."""
     if (text is None) == (file is None):
         raise UserError('give a text to route, or --file FILE, for example tomoe route MODEL "Once upon a time"')
     passage = str(text) if file is None else read_text(file)

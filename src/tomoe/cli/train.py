@@ -17,7 +17,7 @@ def train(
     force: options.Force = False,
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
-    """Learn masks and routers; write a run folder."""
+    """Train masks and routers; write a run folder."""
     recipe = chosen.make()
     options.check_model(chosen.model)
     options.check_out(None, out, recipe, resume, force)
@@ -28,6 +28,6 @@ def train(
         stages.train(recipe, out, resume, force, screen.on_progress)
     if not recipe.train.steps:
         screen.say(
-            "Nothing was learned, because train.steps is 0: the run holds the start. --steps N learns from there."
+            "Nothing was trained, because train.steps is 0: the run holds the initial state. --steps N trains from there."
         )
     screen.say(f"The run is in {out}. Next: tomoe plan {options.quoted(out)} -o PLAN")

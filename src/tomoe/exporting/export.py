@@ -126,8 +126,8 @@ def _check_asked(folder: Path, tokens: int) -> None:
         raise UserError(f"tokens is {tokens}, but it should be at least 16")
     if getattr(load_config(str(folder)), "chooses_inputs", False):
         raise UserError(
-            f"{folder} is of the form inputs, and no engine has a place for projections that leave out inputs of a token",
-            Advice("method.name", "to convert the model again, for an export", "carve", here=False),
+            f"{folder} uses sparse inputs, and no engine supports sparse inputs",
+            Advice("method.name", "to convert the model to experts", "carve", here=False),
         )
 
 

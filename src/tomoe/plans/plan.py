@@ -178,8 +178,8 @@ class Plan:
         head, tensors = read_head(folder), folder / "plan.safetensors"
         if is_of_inputs(head):
             raise UserError(
-                f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts",
-                Advice("method.name", "to convert the model again", "carve", here=False),
+                f"{folder} uses sparse inputs, with unchanged dense weights, and this command needs experts",
+                Advice("method.name", "to convert the model to experts", "carve", here=False),
             )
         if not tensors.is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")

@@ -12,7 +12,7 @@ from tomoe.files import format_bytes
 FORMAT = "tomoe-benchmark-1"
 MEANING = (
     'A ratio is the median over rounds of neighboring runs, with the middle half of them. "All, same kernel" is the MoE '
-    "with all experts (form inputs: all inputs), run like those that it chooses: what it is faster than dense, the kernel "
+    "with all experts (or inputs), run like those that it chooses: what it is faster than dense, the kernel "
     "gives, and what the MoE is faster than it, the choice; it is empty where decoding is compiled, layers run in several "
     "ways, or a long pass uses all inputs anyway. The bound is the ratio of decoder weights that work on a token (prefill) or "
     "of bytes of weights (decode). The dense model is given what is faster in the MoE besides experts: the output matrix meets "
