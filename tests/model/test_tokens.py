@@ -13,7 +13,7 @@ from conftest import make_pico
 from pico_files import CARVED, CommandLine, fine, refused, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import Note, UserError
-from tomoe.evaluation.writing.problems import Prompt
+from tomoe.evaluation.writing.humaneval import Prompt
 from tomoe.evaluation.writing.run import write
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_tokenizer
