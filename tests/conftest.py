@@ -62,7 +62,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tomoe.budget import active_params, decoder_params
+from tomoe.budget import active_fraction
 from tomoe.memory import estimate
 from tomoe.methods.tomoe.extract import extract_plan
 from tomoe.methods.tomoe.fine_grained import FineNetwork
@@ -167,7 +167,8 @@ def make_network(
     `sizes` are those of an OverlappingLayout; fine-grained experts have four neurons, and are 8 unless they say otherwise.
     """
     shape = shape_of(model)
-    overlapping = OverlappingLayout(**{"num_experts": 4, "width_multiple": 1} | sizes)
+    # the budget is the paper's: the router of a pico model is as large as a tenth of its neurons
+    overlapping = OverlappingLayout(**{"num_experts": 4, "width_multiple": 1, "counts_routers": False} | sizes)
     number = sizes.get("num_experts", 8)
     layout = FineLayout(number, 4, shape.mlp_size - number * 4, 3) if form == "fine" else overlapping
     pruned = AttentionSection(pruning=attention, rotate_values=rotate)
@@ -208,7 +209,7 @@ def fine_fraction(net: FineNetwork) -> float:
     """The active fraction of fine-grained experts with attention whole: nothing else can take up the rest of a budget."""
     s = net.shape
     widths = [(net.width(i), s.head_dim, s.head_dim) for i in range(s.num_layers)]
-    return float(active_params(s, widths)) / decoder_params(s)
+    return active_fraction(s, widths, net.counted_routers())
 
 
 def activations(

@@ -54,7 +54,8 @@ SMALL = {
 
 
 # the same with fine-grained experts, few and small enough for a budget of 60 %
-FINE = ("experts.form=fine", "experts.num_experts=64")
+FINE_EXPERTS = 64
+FINE = ("experts.form=fine", f"experts.num_experts={FINE_EXPERTS}")
 
 
 # the text of a small fine-tuning

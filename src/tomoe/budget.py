@@ -1,6 +1,8 @@
 """Active parameters, counted in one place. The loss, the plan and every report use this arithmetic.
 
-A width is an int (reports) or a tensor with a gradient (the loss). Biases and norms are not counted, as in the paper.
+What a token uses are projection weights and routers; the share `active` is of the dense decoder's projection weights. The
+paper's own budget (`Recipe.counts_routers`) leaves the routers out. Biases and norms are never counted, as in the paper. A width
+is an int (reports) or a tensor with a gradient (the loss).
 """
 
 from __future__ import annotations
@@ -36,6 +38,21 @@ def layer_params(shape: ModelShape, width: Any, qk_dims: Any, value_dims: Any) -
     return own + shape.other_params / shape.num_layers if shape.other_params else own
 
 
+def router_params(shape: ModelShape, num_experts: int, value_embedding: int = 0) -> int:
+    """Count the router weights of a layer: a row for each expert, and two matrices if tokens choose their V/O dims.
+
+    `value_embedding` is the size of an embedding between these (0: none). One expert is no choice, and its row decides nothing.
+    """
+    rows = num_experts if num_experts > 1 else 0
+    return shape.hidden_size * rows + value_embedding * (shape.hidden_size + shape.head_dim)
+
+
+def active_fraction(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]], routers: int) -> float:
+    """Return the share `active`: the weights that a token uses of converted layers, `routers` of them in routers, as a share of
+    the projection weights of the dense decoder."""
+    return float(active_params(shape, widths) + routers) / decoder_params(shape)
+
+
 def active_params(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]]) -> Any:
     """Count T(d_MoE) (Eq. 8, Sec. 3.4) from (MLP width, Q/K dims, V/O dims) per converted layer."""
     layers = sum(mlp_params(shape, w) + attention_params(shape, qk, v) for w, qk, v in widths)
@@ -52,15 +69,14 @@ class Decoding:
     routers: int
 
     @classmethod
-    def of(cls, shape: ModelShape, output: int, num_experts: int) -> Decoding:
-        """From a model's sizes, and the experts of a layer; one is no choice, and has no router."""
+    def of(cls, shape: ModelShape, output: int, routers: int) -> Decoding:
+        """From a model's sizes, and the weights of all its routers."""
         attention = shape.num_layers * attention_params(shape, shape.head_dim, shape.head_dim) + shape.other_params
-        routers = shape.num_layers * shape.hidden_size * num_experts if num_experts > 1 else 0
         return cls(decoder_params(shape), int(attention), output, routers)
 
     def read(self, active: float) -> int:
-        """Weights that a token reads if the share `active` of the decoder parameters works on it."""
-        return round(active * self.decoder) + self.output + self.routers
+        """Weights that a token reads if the share `active` of the decoder parameters, routers included, works on it."""
+        return round(active * self.decoder) + self.output
 
     @property
     def always(self) -> float:

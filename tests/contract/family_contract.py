@@ -29,9 +29,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from conftest import SEED, randomise
-from pico_files import FINE, SMALL
+from pico_files import FINE, FINE_EXPERTS, SMALL
 from pico_tokenizer import make_tokenizer
-from tomoe.budget import decoder_params, mlp_params
+from tomoe.budget import decoder_params, mlp_params, router_params
 from tomoe.methods.inputs import column_norms, plan_inputs
 from tomoe.model.hooks import hooked
 from tomoe.model.projections import groups_of
@@ -164,7 +164,8 @@ def write_public(name: str, folder: Path) -> None:
 def recipe_for(dense: PreTrainedModel, folder: Path, text: Path) -> Recipe:
     """Fine-grained experts that leave a token half of the neurons, not repaired."""
     shape = shape_of(dense)
-    active = 1 - 0.5 * shape.num_layers * mlp_params(shape, shape.mlp_size) / decoder_params(shape)
+    saved = 0.5 * mlp_params(shape, shape.mlp_size) - router_params(shape, FINE_EXPERTS)
+    active = 1 - shape.num_layers * saved / decoder_params(shape)
     keys = SMALL | {"train.steps": "0", "model": str(folder), "data.sources": str(text), "active": f"{active:.4f}"}
     return Recipe.load(None, [*(f"{key}={value}" for key, value in keys.items()), *FINE, "repair.mode=none"])
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from grouping_methods import METHODS, plan_by
-from tomoe.budget import decoder_params, mlp_params
+from tomoe.budget import decoder_params, mlp_params, router_params
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
 from tomoe.methods.tomoe.method import new_network
@@ -177,7 +177,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     """`target = gpu`, from the layout to the folder; all experts are the dense model."""
     dense = make_pico("qwen2", intermediate_size=2688)
     shape, width = shape_of(dense), 640 + 7.5 * 128
-    left_out = shape.num_layers * mlp_params(shape, shape.mlp_size - width)
+    left_out = shape.num_layers * (mlp_params(shape, shape.mlp_size - width) - router_params(shape, 16))
     recipe, text = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
     calibration = text, torch.ones_like(text, dtype=torch.bool)
     assert settle_layout(recipe, shape) == FineLayout(16, 128, 640, 8, leaves_whole=False)

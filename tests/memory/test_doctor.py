@@ -91,7 +91,10 @@ def test_the_doctor_says_what_is_always_read(tomoe: CommandLine, deep: Path) -> 
     """Here that is nearly all but the experts, of which one is left."""
     found = doctor.examine(Recipe.load(None, [f"model={deep}", "active=0.5"]))
     read, decoding = found.sizes.decoder_params + found.sizes.output, found.decoding
-    assert decoding.speedup(0.5) == pytest.approx(read / (read - found.sizes.decoder_params / 2 + decoding.routers))
+    assert decoding.speedup(0.5) == pytest.approx(read / (read - found.sizes.decoder_params / 2))
+    assert found.active == 0.5
+    paper = doctor.examine(Recipe.load("paper", [f"model={deep}", "active=0.5"]))
+    assert paper.active == 0.5 + paper.decoding.routers / paper.sizes.decoder_params, "its budget counts no routers"
     assert decoding.speedup(0.5) < decoding.speedup(found.one_expert) < 1 / decoding.always
     assert found.sizes.least_active <= found.one_expert < 0.5
     shown = tomoe("doctor", deep, "--active", "0.5", "--set", "device=cpu").out

@@ -145,12 +145,13 @@ def held_by_the_carve(layout: Layout, shape: ModelShape, dtype: torch.dtype, tok
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("form", "experts"), [("fine", 64), ("overlapping", 2)])
+@pytest.mark.parametrize(("form", "experts", "active"), [("fine", 64, 0.625), ("overlapping", 2, 0.627)])
 def test_what_a_carve_holds_of_all_calibration_tokens(
-    form: str, experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    form: str, experts: int, active: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition, "ERROR_TOKENS", 16)
-    sizes = [f"experts.form={form}", f"experts.num_experts={experts}", "active=0.625", "data.calibration_tokens=2048"]
+    sizes = [f"experts.form={form}", f"experts.num_experts={experts}", f"active={active}"]
+    sizes.append("data.calibration_tokens=2048")
     recipe, model = Recipe.load(None, sizes), make_pico("llama", intermediate_size=256).to(dtype)
     layout = settle_layout(recipe, shape_of(model))
     net = new_network(recipe, model)

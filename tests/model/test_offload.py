@@ -171,7 +171,7 @@ def test_a_conversion_for_a_target_is_measured_and_exported_layer_by_layer(
     found = []
     for options in ([], ["--offload"]):
         out = tmp_path / f"moe{'-'.join(options)}"
-        words = ("--data", tmp_path / "text.txt", "--active", "0.8077", "--format", format)
+        words = ("--data", tmp_path / "text.txt", "--active", "0.8173", "--format", format)
         done = tomoe("convert", dense, "-o", out, *words, *sizes, *options)
         assert done.code == 0, done.err
         proof = json.loads((out / f"export-{format}" / "export.json").read_text())["proof"]

@@ -28,8 +28,8 @@ def fine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def share(experts: int) -> float:
     """Active share of qwen2's pico model if both layers use so many experts in all, counted by hand."""
-    attention, neuron = 2 * 32 * 8 * (4 + 2), 3 * 32
-    return (2 * (attention + 16 * neuron) + experts * 4 * neuron) / (2 * (attention + 48 * neuron))
+    attention, neuron, router = 2 * 32 * 8 * (4 + 2), 3 * 32, 8 * 32
+    return (2 * (attention + router + 16 * neuron) + experts * 4 * neuron) / (2 * (attention + 48 * neuron))
 
 
 def test_settings_in_numbers(fine: Path) -> None:
@@ -85,9 +85,9 @@ def test_a_stock_model_with_a_shared_expert_counts_what_a_token_meets() -> None:
         topk_group=1,
     )
     facts = model_facts(Glm4MoeForCausalLM(config))
-    attention, dense, expert = 32 * 8 * (4 + 2 + 2 + 4), 3 * 32 * 40, 3 * 32 * 8
-    assert facts["active_block_params"] == 3 * attention + dense + 2 * (3 + 1) * expert
-    assert facts["block_params"] == 3 * attention + dense + 2 * (16 + 1) * expert
+    attention, dense, expert, router = 32 * 8 * (4 + 2 + 2 + 4), 3 * 32 * 40, 3 * 32 * 8, 16 * 32
+    assert facts["active_block_params"] == 3 * attention + dense + 2 * ((3 + 1) * expert + router)
+    assert facts["block_params"] == 3 * attention + dense + 2 * ((16 + 1) * expert + router)
 
 
 def test_what_cannot_be_dialed_says_why(tmp_path: Path) -> None:

@@ -205,10 +205,9 @@ def test_facts_follow_the_plan(family: str) -> None:
         moe = fold(dense, plan)
         facts = param_counts.model_facts(moe)
         assert facts["active_share"] == pytest.approx(plan.active_fraction())
-        assert facts["active_block_params"] == active_params(plan.shape, plan.widths())
-        blocks = [
-            p.numel() for name, p in moe.named_parameters() if name.endswith(("_proj", "_proj.weight", "dense.weight"))
-        ]
+        assert facts["active_block_params"] == active_params(plan.shape, plan.widths()) + plan.router_params
+        ends = ("_proj", "_proj.weight", "dense.weight", "router.weight", "project_in.weight", "project_out.weight")
+        blocks = [p.numel() for name, p in moe.named_parameters() if name.endswith(ends)]
         assert facts["block_params"] == sum(blocks)
         idle = facts["block_params"] - facts["active_block_params"]
         assert facts["active_params"] == facts["total_params"] - idle
@@ -219,9 +218,9 @@ def test_facts_of_models_that_tomoe_did_not_make(tmp_path: Path) -> None:
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     config = MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=1)
     mixtral = param_counts.model_facts(MixtralForCausalLM(config))
-    expert, attention = 3 * 32 * 48, 4 * 32 * 32
-    assert mixtral["block_params"] == 2 * (4 * expert + attention)
-    assert mixtral["active_block_params"] == 2 * (expert + attention)
+    expert, attention, router = 3 * 32 * 48, 4 * 32 * 32, 4 * 32
+    assert mixtral["block_params"] == 2 * (4 * expert + attention + router)
+    assert mixtral["active_block_params"] == 2 * (expert + attention + router)
     assert mixtral["active_share"] is None
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4))
     assert param_counts.model_facts(gpt2)["active_block_params"] == 2 * 12 * 32 * 32

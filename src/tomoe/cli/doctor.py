@@ -25,7 +25,7 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
     if as_json:
         typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
-        _show(diagnosis, conversion.active)
+        _show(diagnosis)
     if not diagnosis.lacking:
         return
     hint = f"; training may fit with {' or '.join(diagnosis.remedies)}" if diagnosis.remedies else ""
@@ -36,11 +36,11 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
     raise UserError(f"this machine has too little free memory for {', '.join(diagnosis.lacking)}{hint}")
 
 
-def _show(diagnosis: examination.Diagnosis, active: float) -> None:
+def _show(diagnosis: examination.Diagnosis) -> None:
     console = output()
     sizes = diagnosis.sizes
     available = diagnosis.available
-    shape = sizes.shape
+    shape, active = sizes.shape, diagnosis.active
     console.say(
         f"The structure fits: {shape.num_layers} layers of {shape.hidden_size} x {shape.mlp_size}, "
         f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}.",

@@ -85,7 +85,7 @@ def _show_plan(loaded: plans.AnyPlan, findings: list[warnings.Finding], as_json:
         *(f"{name}: {text}" for name, text in summary.conversion_summary(loaded)),
         f"{totals['active_decoder_params']:,} of {totals['decoder_params']:,} decoder parameters are active "
         f"({totals['active_fraction']:.2%}), {totals['stored_decoder_params']:,} are stored"
-        + (f"; the routers add {totals['router_params']:,}." if totals["router_params"] else "."),
+        + (f"; of both, {totals['router_params']:,} are in routers." if totals["router_params"] else "."),
     )
     show_warnings(console, findings)
 

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from tomoe.budget import active_params, decoder_params
+from tomoe.budget import active_fraction, active_params, decoder_params
 from tomoe.evaluation.results import ModelFacts
 from tomoe.model.shape import max_positions
-from tomoe.moe.active_experts import active_widths, dense_shape, stored_widths
+from tomoe.moe.active_experts import active_widths, dense_shape, routers_of, stored_widths
 from tomoe.moe.modeling_tomoe import ToMoEConfig
 
 _NUMBERED = re.compile(r"\.\d+\.")  # inside one of the repeated layers
-_ROUTERS = re.compile(r"(\.router|\.mlp\.gate)\.")
 _EXPERTS = ".experts."
 
 
@@ -32,11 +31,12 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
         shape = dense_shape(config)
         if config.chooses_inputs:
             stored = decoder_params(shape)
-            active = round(config.tomoe_active * stored)
+            share = config.tomoe_active
         else:
-            stored = int(active_params(shape, stored_widths(config, shape)))
-            active = int(active_params(shape, active_widths(config, shape)))
-        share = active / decoder_params(shape)
+            routers = routers_of(config, shape)
+            stored = int(active_params(shape, stored_widths(config, shape))) + routers
+            share = active_fraction(shape, active_widths(config, shape), routers)
+        active = round(share * decoder_params(shape))
     return ModelFacts(
         total_params=total,
         active_params=total - stored + active,
@@ -49,14 +49,15 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
 
 
 def _count_decoder(model: nn.Module) -> tuple[int, int]:
-    """(stored, active) weights of two and more dims in the numbered layers; of stock experts, top-k are active."""
+    """(stored, active) weights of two and more dims in the numbered layers, routers included; of stock experts, top-k are
+    active."""
     config: Any = getattr(model, "config", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
     top_k = min(getattr(config, "num_experts_per_tok", None) or experts, experts)
     stored = active = 0
     for name, p in model.named_parameters():
-        if p.dim() < 2 or not _NUMBERED.search(name) or _ROUTERS.search(name):
+        if p.dim() < 2 or not _NUMBERED.search(name):
             continue
         stored += p.numel()
         active += p.numel() * top_k // experts if _EXPERTS in name else p.numel()

@@ -85,8 +85,8 @@ class ModelFacts(TypedDict):
     """Counts of weights. "block" parameters are decoder parameters: the projection weights of attention and MLPs."""
 
     total_params: Count  # stored, shared ones once
-    active_params: Count  # that work on one token: embeddings, norms, biases and routers in full
-    block_params: Count  # stored in the decoder layers
+    active_params: Count  # that work on one token: embeddings, norms and biases in full
+    block_params: Count  # stored in the decoder layers, routers included
     active_block_params: Count
     # active decoder parameters over those of the dense model; None if that is unknown
     active_share: NotNegative | None

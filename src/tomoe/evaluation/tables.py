@@ -18,7 +18,7 @@ from tomoe.files import format_bytes
 
 NONE = "-"
 # in every file that `to_markdown` writes
-MARK = "Active params are the share of the dense model's decoder parameters that work on a token"
+MARK = "Active params are all decoder parameters that work on a token, as a share of the dense model's"
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " "})
 
 

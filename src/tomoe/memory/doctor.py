@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tomoe.budget import Decoding, file_bytes, mlp_params
+from tomoe.budget import Decoding, file_bytes, mlp_params, router_params
 from tomoe.errors import UserError
 from tomoe.memory.estimate import (
     AvailableMemory,
@@ -35,6 +35,7 @@ class Diagnosis:
     available: AvailableMemory
     lacking: list[str]  # stages that need more than is available
     remedies: list[str]  # if training is one of them: recipe settings with any of which it may fit
+    active: float  # the share of the decoder parameters that a token uses, routers included
     decoding: Decoding  # the weights that writing a token reads
     one_expert: float
     """The active share with one expert for a token; as planned if it uses one anyway, or chooses inputs."""
@@ -54,7 +55,10 @@ def examine(recipe: Recipe) -> Diagnosis:
     least = least_memory(sizes, method, recipe)
     lacking = [need.stage for need in least if not need.fits(free)]
     num_experts = 0 if layout is None else layout.num_experts
-    decoding = Decoding.of(sizes.shape, sizes.output, num_experts)
+    embedding = recipe.experts.embedding_size if recipe.attention.pruning == "per_token" else 0
+    routers = sizes.shape.num_layers * router_params(sizes.shape, num_experts, embedding)
+    active = recipe.active + (0 if recipe.counts_routers else routers / sizes.decoder_params)
+    decoding = Decoding.of(sizes.shape, sizes.output, routers)
     # where all tokens use the same neurons, the others are not stored
     stored = round(sizes.total * sizes.of_all(recipe.active)) if num_experts == 1 else sizes.total
     files = file_bytes(stored + decoding.routers)
@@ -65,20 +69,21 @@ def examine(recipe: Recipe) -> Diagnosis:
         available=available,
         lacking=lacking,
         remedies=_remedies(sizes, recipe, free) if "training" in lacking else [],
+        active=active,
         decoding=decoding,
-        one_expert=_one_expert(sizes, layout, recipe.active),
+        one_expert=_one_expert(sizes, layout, active, routers),
         # no export holds the choice of inputs
         file_bytes={"bf16": files["bf16"]} if layout is None else files,
         works=_works(sizes, recipe, least, num_experts),
     )
 
 
-def _one_expert(sizes: Sizes, layout: Layout | None, active: float) -> float:
+def _one_expert(sizes: Sizes, layout: Layout | None, active: float, routers: int) -> float:
     """The active share if a token uses one expert: the shared part with it, or as planned if it uses one anyway."""
     if not isinstance(layout, FineLayout):
         return active
     cut = sizes.shape.mlp_size - layout.shared - layout.expert_size
-    return 1 - sizes.shape.num_layers * int(mlp_params(sizes.shape, cut)) / sizes.decoder_params
+    return 1 - (sizes.shape.num_layers * int(mlp_params(sizes.shape, cut)) - routers) / sizes.decoder_params
 
 
 def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:

@@ -144,7 +144,7 @@ class Method:
 
     def least_active(self, recipe: Recipe, shape: ModelShape) -> float:
         """The smallest fraction of the decoder parameters that a plan can have active."""
-        return least_active(shape, recipe.experts, recipe.attention, recipe.target)
+        return least_active(shape, recipe)
 
     def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
         """Bytes that `plan` holds at most beside the weights, by what they are for; `dtype` is that of the activations."""

@@ -112,7 +112,7 @@ def _widths(
     losses: Sequence[Float[Tensor, " u"]], layout: OverlappingLayout, shape: ModelShape, active: float, tolerance: float
 ) -> list[int]:
     """The neurons that each layer keeps: as many as its error is worth, or equally many if the layout makes layers alike."""
-    left = budget_of_mlps(shape, active)
+    left = budget_of_mlps(shape, active, layout.num_experts)
     if units := units_of_layers(losses, layout, shape, left):
         widths = layout.widths(shape.mlp_size)
         return [widths[n] for n in units]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.budget import active_params, decoder_params
+from tomoe.budget import active_fraction, router_params
 from tomoe.errors import UserError
 from tomoe.model.loading import load_config, load_model, load_tokenizer
 from tomoe.model.shape import ModelShape
@@ -27,7 +27,7 @@ class Setting:
 
     key: str
     value: float
-    active_fraction: float  # of the decoder parameters, for each token
+    active_fraction: float  # of the decoder parameters, for each token; with all experts above 1, by the routers
     words: str
 
     def __str__(self) -> str:
@@ -49,13 +49,14 @@ class Dial:
         """Return what so many experts a token (1 to all), in the layer with the largest number of them, make active."""
         config = copy(self.config)
         setattr(config, config.top_k_key, experts_per_token)
-        active = active_params(self.shape, active_widths(config, self.shape)) / decoder_params(self.shape)
+        active = active_fraction(self.shape, active_widths(config, self.shape), routers_of(config, self.shape))
         most = "" if len({config.layer_top_k(i) for i in range(self.shape.num_layers)}) == 1 else "up to "
         words = f"{most}{experts_per_token} of {config.tomoe_num_experts} experts"
         return Setting(config.top_k_key, experts_per_token, active, words)
 
     def nearest(self, active: float) -> Setting:
-        """Return the setting whose active fraction is nearest to `active`. Raises UserError if that is too small or above 1."""
+        """Return the setting whose active fraction is nearest to `active`, for 1 that of all experts. Raises UserError if that is
+        too small or above 1."""
         if self.config.chooses_inputs:
             least = self.config.tomoe_input_path[-1]["active"]
             if not least <= active <= 1:
@@ -65,6 +66,8 @@ class Dial:
             return Setting("tomoe_active", active, active, "the largest inputs of every projection")
         if not 0 < active <= 1:
             raise UserError(f"active is {active}, but it should be above 0 and at most 1")
+        if active == 1:
+            return self.setting(self.config.tomoe_num_experts)
         settings = [self.setting(k) for k in range(1, self.config.tomoe_num_experts + 1)]
         return min(settings, key=lambda setting: abs(setting.active_fraction - active))
 
@@ -120,6 +123,16 @@ def active_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int
     if not config.prunes_attention:
         return [(width, shape.head_dim, shape.head_dim) for width in widths]
     return list(zip(widths, config.tomoe_qk_dims, config.tomoe_value_top_k, strict=True))
+
+
+def routers_of(config: ToMoEConfig, shape: ModelShape) -> int:
+    """Weights of the routers of all layers."""
+    total = shape.num_layers * router_params(shape, config.tomoe_num_experts)
+    if config.prunes_attention:
+        of_values = router_params(shape, 0, config.tomoe_value_embedding_size)
+        pairs = zip(config.tomoe_value_top_k, config.tomoe_value_dims, strict=True)
+        total += of_values * sum(used < kept for used, kept in pairs)
+    return total
 
 
 def stored_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int, int]]:

@@ -35,7 +35,7 @@ from tomoe.report.figures import MethodPoint, methods_figure
 from tomoe.report.style import save
 from tomoe.training.run_folder import RunFolder
 
-FORMAT = "tomoe-methods-1"
+FORMAT = "tomoe-methods-2"
 FILE = "comparison.json"
 _VARIANT = re.compile(r"(?P<method>[^\[\]]+)(\[(?P<keys>[^\[\]]*)\])?")
 
@@ -46,8 +46,7 @@ class Entry:
 
     method: str  # as it was named, with its settings
     active: float  # the budget: decoder parameters of a token, as a share
-    active_share: float  # what the plan has of it
-    share_with_routers: float  # the same with the parameters of routers
+    active_share: float  # what the plan has of it, routers included
     repaired: bool
     seconds: float  # that the plan took, and its repair if it has one
     measurement: Measurement
@@ -142,7 +141,7 @@ class _Bench:
 
     def dense_entry(self) -> Entry:
         measured = self._measure(self.reference, "dense", None)  # type: ignore[attr-defined]
-        return Entry("dense", 1.0, 1.0, 1.0, False, 0.0, measured)
+        return Entry("dense", 1.0, 1.0, False, 0.0, measured)
 
     def _measure(self, model: Any, name: str, reference: Predictions | None) -> Measurement:
         sequences, progress = self.text.sequences, stage_callback(self.on_progress, f"evaluating {name}")
@@ -151,7 +150,8 @@ class _Bench:
 
     def _file(self, name: str, recipe: Recipe, repaired: bool) -> tuple[Path, str]:
         """The file of an entry, and the key of everything that it depends on."""
-        parts = (recipe.digest(), self.source, self.corpus.digest(), self.text.sequences.input_ids.tolist(), repaired)
+        text = self.text.sequences.input_ids.tolist()
+        parts = (FORMAT, recipe.digest(), self.source, self.corpus.digest(), text, repaired)
         key = hashlib.sha256(repr(parts).encode()).hexdigest()
         title = re.sub(r"[^A-Za-z0-9.=]+", "-", f"{Path(name).name}-{recipe.active:g}").strip("-")
         return self.out / "entries" / f"{title}{'-repaired' * repaired}.json", key
@@ -180,10 +180,7 @@ class _Bench:
             used = self._repaired(plan, recipe, run) if repaired else plan
             seconds = plan.notes["seconds"] + (time.perf_counter() - start if repaired else 0.0)
             measured = self._measure(fold(self.dense, used), label, self.reference)  # type: ignore[attr-defined]
-            totals = plan.totals()
-            routed = totals["active_decoder_params"] + totals["router_params"]
-            share = (plan.active_fraction(), routed / totals["decoder_params"])
-            entry = Entry(name, active, *share, repaired, seconds, measured)
+            entry = Entry(name, active, plan.active_fraction(), repaired, seconds, measured)
             path, key = self._file(name, recipe, repaired)
             atomic_write(path, json.dumps({"format": FORMAT, "key": key, "entry": asdict(entry)}, indent=2) + "\n")
         forget_repair(run.path)
@@ -199,14 +196,14 @@ def to_markdown(entries: Sequence[Entry]) -> str:
     """The table of a comparison."""
     first = entries[0].measurement
     lines = [
-        "| method | active | with routers | repaired | KL (nats) | perplexity | same top-1 | minutes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | active | repaired | KL (nats) | perplexity | same top-1 | minutes |",
+        "|---|---|---|---|---|---|---|",
     ]
     for entry in entries:
         m = entry.measurement
         kl, top1 = ("" if n is None else s.format(n) for n, s in ((m.kl, "{:.3f}"), (m.top1_agreement, "{:.3f}")))
         lines.append(
-            f"| {entry.method} | {entry.active_share:.1%} | {entry.share_with_routers:.1%} | {'yes' * entry.repaired} "
+            f"| {entry.method} | {entry.active_share:.1%} | {'yes' * entry.repaired} "
             f"| {kl} | {m.perplexity:.2f} | {top1} | {entry.seconds / 60:.1f} |"
         )
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
@@ -222,7 +219,7 @@ def _write(out: Path, entries: Sequence[Entry]) -> None:
     atomic_write(out / FILE, json.dumps(values, indent=2, allow_nan=False) + "\n")
     atomic_write(out / "comparison.md", to_markdown(entries))
     points = [
-        MethodPoint(entry.method, entry.share_with_routers, entry.measurement.kl, entry.repaired)
+        MethodPoint(entry.method, entry.active_share, entry.measurement.kl, entry.repaired)
         for entry in entries
         if entry.measurement.kl is not None
     ]

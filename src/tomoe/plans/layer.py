@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tomoe.budget import router_params
 from tomoe.model.shape import ModelShape
 from tomoe.plans.tensors import FIELDS, always_used, layer_shapes, refit_shapes, router_shapes
 from tomoe.recipe.target_rules import Form
@@ -33,12 +34,15 @@ class LayerCounts:
     value_top_k: int  # value dims of one token
     value_embedding: int  # numbers in the embedding of the value router; 0 if tokens choose no value dims
     rotated: bool  # whether value dims are in a basis of their own
-    router_params: int  # numbers in the routers that choose; the one row of a single expert decides nothing
 
     @property
     def width(self) -> int:
         """Neurons that a token uses."""
         return self.shared_size + self.top_k * self.expert_size
+
+    def router_params(self, shape: ModelShape) -> int:
+        """Weights of the routers."""
+        return router_params(shape, self.num_experts, self.value_embedding)
 
     @property
     def qk_dims(self) -> int:
@@ -149,7 +153,6 @@ class LayerPlan:
             value_top_k=self.value_top_k,
             value_embedding=len(self.value_router["norm.bias"]) if self.value_router else 0,
             rotated=self.value_rotation is not None,
-            router_params=sum(t.numel() for t in (self._routers if len(widths) > 1 else self.value_router.values())),
         )
 
     def tensor_error(self, s: ModelShape) -> str | None:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
-from tomoe.budget import active_params, decoder_params, layer_params
+from tomoe.budget import active_fraction, active_params, decoder_params, layer_params
 from tomoe.errors import Advice, UserError
 from tomoe.files import atomic_write, sha256, validated
 from tomoe.model.shape import ModelShape
@@ -109,12 +109,21 @@ class Plan:
         """Whether V/O dims are in a basis of their own in any layer."""
         return any(layer.rotated for layer in self.counts)
 
-    def active_fraction(self) -> float:
-        """Return the fraction of decoder parameters that are active for a token, the paper's p; the same for all tokens."""
-        return float(active_params(self.shape, self.widths())) / decoder_params(self.shape)
+    @property
+    def router_params(self) -> int:
+        """Weights of the routers of all layers."""
+        return sum(layer.router_params(self.shape) for layer in self.counts)
+
+    def active_fraction(self, routers: bool = True) -> float:
+        """Return the parameters that a token uses, as a fraction of the dense decoder's; the same for all tokens.
+
+        `routers`: whether theirs count; without them it is the paper's p.
+        """
+        return active_fraction(self.shape, self.widths(), self.router_params if routers else 0)
 
     def totals(self) -> dict[str, Any]:
-        """Return counts over all layers: layers, experts, and decoder parameters that exist, are active, are stored."""
+        """Return counts over all layers: layers, experts, and decoder parameters that the dense model has, that are active and
+        that are stored, with those of routers among them."""
         total = decoder_params(self.shape)
         stored = [(layer.union, layer.qk_dims, layer.value_dims) for layer in self.counts]
         return {
@@ -123,14 +132,19 @@ class Plan:
             "active_fraction": self.active_fraction(),
             "decoder_params": total,
             "active_decoder_params": round(self.active_fraction() * total),
-            "stored_decoder_params": int(active_params(self.shape, stored)),
-            "router_params": sum(layer.router_params for layer in self.counts),
+            "stored_decoder_params": int(active_params(self.shape, stored)) + self.router_params,
+            "router_params": self.router_params,
         }
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one row per layer, for a table; the keys are columns, `active` is the fraction of the layer's parameters."""
         s = self.shape
         whole = decoder_params(s) / s.num_layers
+
+        def active(layer: LayerCounts) -> float:
+            used = layer_params(s, layer.width, layer.qk_dims, layer.value_top_k) + layer.router_params(s)
+            return float(used) / whole
+
         return [
             {
                 "layer": i,
@@ -142,7 +156,7 @@ class Plan:
                 "union_share": layer.union / s.mlp_size,
                 "qk_dims": layer.qk_dims,
                 "value_dims": layer.value_top_k,
-                "active": float(layer_params(s, layer.width, layer.qk_dims, layer.value_top_k)) / whole,
+                "active": active(layer),
             }
             for i, layer in enumerate(self.counts)
         ]

@@ -153,7 +153,8 @@ class Recipe(RunRecipe):
     model: str = ""
     """Hub id, local folder, .gguf file, or a known name (smollm2-135m)."""
     active: float = Field(default=0.7, gt=0, le=1)
-    """The budget (p): fraction of decoder parameters active per token."""
+    """The budget: the parameters that a token uses, routers included, as a fraction of the dense decoder's. A random start, the
+    paper's, counts projection weights alone (p, Eq. 8)."""
     start: Literal["carved", "random"] = "carved"
     """Initial masks and routers: `carved` from calibration statistics, or `random` (the paper's)."""
     offload: bool = False
@@ -170,6 +171,11 @@ class Recipe(RunRecipe):
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
+
+    @property
+    def counts_routers(self) -> bool:
+        """Whether `active` counts routers, decided here alone: all budgets do but the paper's, that of a random start."""
+        return self.start != "random"
 
     def fitted_tokens(self) -> int:
         """Tokens of training and calibration text that the repair is fitted to, at most."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tomoe.budget import Decoding, active_params, file_bytes
+from tomoe.budget import Decoding, active_fraction, file_bytes
 from tomoe.errors import shortened
 from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
@@ -77,7 +77,7 @@ def _summary_of_inputs(plan: InputsPlan, recipe: Recipe | None) -> list[tuple[st
     lines = [(words_of(plan).used, words_of(plan).experts(plan))]
     output = _output_weights(plan)
     if output is not None:
-        decoding = Decoding.of(plan.shape, output, num_experts=0)
+        decoding = Decoding.of(plan.shape, output, routers=0)
         lines.append(("Decoding", decoding.sentence_without_routers(plan.active_fraction())))
     if recipe is None:
         return lines
@@ -127,7 +127,7 @@ def _decoding(plan: Plan) -> list[tuple[str, str]]:
     output = _output_weights(plan)
     if output is None:
         return []
-    decoding = Decoding.of(plan.shape, output, plan.num_experts)
+    decoding = Decoding.of(plan.shape, output, plan.router_params)
     outside = output * (1 if plan.dense_config.get("tie_word_embeddings") else 2)
     if plan.is_static:
         kept = plan.totals()["stored_decoder_params"] + outside
@@ -136,9 +136,9 @@ def _decoding(plan: Plan) -> list[tuple[str, str]]:
             ("File", f"about {_files(kept)}"),
         ]
     with_one = [(layer.shared_size + layer.expert_size, layer.qk_dims, layer.value_dims) for layer in plan.counts]
-    one = active_params(plan.shape, with_one)
+    one = active_fraction(plan.shape, with_one, plan.router_params)
     sizes = _files(decoding.decoder + decoding.routers + outside)
-    sentence = decoding.sentence(one / decoding.decoder, plan.active_fraction())
+    sentence = decoding.sentence(one, plan.active_fraction())
     return [("Decoding", sentence), ("File", f"about {sizes}, with all neurons")]
 
 

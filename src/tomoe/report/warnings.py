@@ -58,6 +58,8 @@ def find_worsening(before: Row, after: Row) -> list[Finding]:
 def _budget(plan: AnyPlan) -> Iterator[Finding]:
     recipe = recipe_of(plan)
     active = plan.active_fraction()
+    if isinstance(plan, Plan) and recipe is not None:
+        active = plan.active_fraction(recipe.counts_routers)
     if recipe is not None and abs(active - recipe.active) > tolerance_of(TARGET_RULES[recipe.target]):
         text = f"{active:.1%} of the decoder parameters are active, but the recipe asks for {recipe.active:.1%}"
         yield Finding("budget missed", text)

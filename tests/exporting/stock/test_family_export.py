@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from pico_files import CommandLine, Outcome, proved, refused, small, write_text
 from pico_tokenizer import TOKENIZER
-from tomoe.budget import decoder_params, mlp_params
+from tomoe.budget import decoder_params, mlp_params, router_params
 from tomoe.cli import main
 from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
@@ -24,13 +24,13 @@ from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN
 from tomoe.report import build
 
 pytestmark = pytest.mark.slow
-# A family, its class, and what the tiny model has otherwise.
+# A family, its class, the number of experts, and what the tiny model has otherwise.
 LFM2 = dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)
 GEMMA4 = dict(num_global_key_value_heads=2, global_head_dim=32, vocab_size_per_layer_input=len(TOKENIZER))
 FAMILIES = {
-    "qwen3_5_text": ("qwen3_5_moe", {}),
-    "lfm2": ("lfm2_moe", LFM2),
-    "gemma4_text": ("gemma4", GEMMA4),
+    "qwen3_5_text": ("qwen3_5_moe", 12, {}),
+    "lfm2": ("lfm2_moe", 13, LFM2),
+    "gemma4_text": ("gemma4", 16, GEMMA4),
 }
 
 
@@ -47,12 +47,13 @@ class Made:
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     place, family = tmp_path_factory.mktemp("made"), request.param
-    target, sizes = FAMILIES[family]
+    target, number, sizes = FAMILIES[family]
     shape = shape_of(write_tiny(family, place / "dense", vocab_size=len(TOKENIZER), **sizes))
     TOKENIZER.save_pretrained(place / "dense")
     # half of the neurons for a token: whole experts, with a shared part or without
-    active = 1 - 0.5 * shape.num_layers * mlp_params(shape, shape.mlp_size) / decoder_params(shape)
-    experts = {"experts_form": "fine", "experts_width_multiple": "8", "experts_num_experts": "16"}
+    saved = 0.5 * mlp_params(shape, shape.mlp_size) - router_params(shape, number)
+    active = 1 - shape.num_layers * saved / decoder_params(shape)
+    experts = {"experts_form": "fine", "experts_width_multiple": "8", "experts_num_experts": str(number)}
     options = small(train_steps="2", repair_mode="none", **experts)
     where = [str(place / "dense"), "--data", str(write_text(place / "text.txt")), "-o", str(place / "moe")]
     said = StringIO()

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from conftest import make_network, make_pico, tokens
-from tomoe.budget import BUDGET_TOLERANCE
+from tomoe.budget import BUDGET_TOLERANCE, active_fraction
 from tomoe.errors import UserError
 from tomoe.methods.tomoe.extract import Extraction, extract_plan
 from tomoe.methods.tomoe.network import MaskNetwork
@@ -33,8 +33,8 @@ def model() -> PreTrainedModel:
     return make_pico("llama", hidden_size=64, intermediate_size=512, num_hidden_layers=4, num_key_value_heads=2)
 
 
-def network(attention: str, spread: float = 1.0) -> MaskNetwork:
-    return make_network(model(), attention, spread, width_multiple=MULTIPLE)
+def network(attention: str, spread: float = 1.0, **sizes: int) -> MaskNetwork:
+    return make_network(model(), attention, spread, width_multiple=MULTIPLE, **sizes)
 
 
 @functools.cache
@@ -44,6 +44,7 @@ def plan_of(attention: str) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize(
     ("attention", "active", "spread"),
     [
@@ -54,10 +55,11 @@ def plan_of(attention: str) -> Plan:
         ("per_token", 1.0, 1.0),
     ],
 )
-def test_the_budget_is_met(attention: str, active: float, spread: float) -> None:
-    net = network(attention, spread)
+def test_the_budget_is_met(attention: str, active: float, spread: float, counts: bool) -> None:
+    """With routers, or without them as the paper counts; a layer that keeps all V/O dims has no router for them."""
+    net = network(attention, spread, counts_routers=counts)
     plan = extract_plan(net, model(), active, CALIBRATION)
-    assert abs(plan.active_fraction() - active) <= BUDGET_TOLERANCE == 0.002
+    assert abs(plan.active_fraction(routers=counts) - active) <= BUDGET_TOLERANCE == 0.002
     for layer, counts in zip(plan.layers, plan.counts, strict=True):
         assert layer.expert_masks.sum(1).unique().numel() == 1
         assert counts.width % MULTIPLE == 0
@@ -155,9 +157,10 @@ def test_higher_logits_make_a_wider_layer(attention: str, kind: str) -> None:
 
 @pytest.mark.parametrize("attention", ["off", "static"])
 def test_budgets_out_of_reach(attention: str) -> None:
-    net = network(attention)
-    experts, section = ExpertsSection(form="overlapping", width_multiple=MULTIPLE), AttentionSection(pruning=attention)
-    least = least_active(net.shape, experts, section, "hf")
+    net = network(attention, counts_routers=True)
+    experts = ExpertsSection(form="overlapping", width_multiple=MULTIPLE, num_experts=4)
+    section = AttentionSection(pruning=attention)
+    least = least_active(net.shape, Recipe(experts=experts, attention=section))
     with pytest.raises(UserError, match=r"needs at least .* but the budget allows .*; set a larger"):
         extract_plan(net, model(), 0.98 * least, CALIBRATION)
     plan = extract_plan(net, model(), least, CALIBRATION)
@@ -174,8 +177,10 @@ def test_widths_too_coarse_for_the_budget() -> None:
 @pytest.mark.parametrize("multiple", [8, 256])
 def test_what_is_known_of_a_budget_is_what_extraction_finds(multiple: int) -> None:
     """With attention whole, the sizes alone tell which budgets can be met; they are refused in the same words."""
-    net, outcomes = make_network(model(), "off", width_multiple=multiple), set()
-    for active in (0.05, 0.45, 0.6, 1.0):
+    net = make_network(model(), "off", width_multiple=multiple, num_experts=8, counts_routers=True)
+    outcomes, s = set(), net.shape
+    half = active_fraction(s, [(s.mlp_size // 2, s.head_dim, s.head_dim)] * s.num_layers, net.counted_routers())
+    for active in (0.05, half, 0.6, 1.0):
         recipe = Recipe(active=active, experts={"form": "overlapping", "width_multiple": multiple})
         errors = []
         for check in (
@@ -253,11 +258,15 @@ def test_least_active_counts_one_unit_of_everything(attention: str) -> None:
     per_layer = {"off": 16, "static": 3}[attention]  # dims of Q/K and V/O; a pair is two
     total = 3 * 32 * 48 + 32 * 6 * 16
 
-    def least(shape: ModelShape, width: int) -> float:
+    def least(shape: ModelShape, width: int, **keys: object) -> float:
         experts = ExpertsSection(form="overlapping", width_multiple=width)
-        return least_active(shape, experts, AttentionSection(pruning=attention), "hf")
+        return least_active(shape, Recipe(experts=experts, attention=AttentionSection(pruning=attention), **keys))
 
-    assert least(whole, 8) == pytest.approx((3 * 32 * 8 + 32 * 6 * per_layer) / total)
+    routers = 8 * 32
+    assert least(whole, 8) == pytest.approx((3 * 32 * 8 + 32 * 6 * per_layer + routers) / total)
+    # the paper's budget
+    paper = {"start": "random", "train": {"steps": 1}}
+    assert least(whole, 8, **paper) == pytest.approx((3 * 32 * 8 + 32 * 6 * per_layer) / total)
     alone = 16 if attention == "off" else 2  # a dim that RoPE leaves alone is one
-    assert least(partly, 100) == pytest.approx((2 * 32 * 48 + 32 * 6 * alone) / (total - 32 * 48))
+    assert least(partly, 100) == pytest.approx((2 * 32 * 48 + 32 * 6 * alone + routers) / (total - 32 * 48))
     assert shape_of(model()).num_qk_choices == 8

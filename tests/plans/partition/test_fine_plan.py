@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conftest import make_pico, tokens
-from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
+from tomoe.budget import BUDGET_TOLERANCE, active_fraction, router_params
 from tomoe.errors import UserError
 from tomoe.methods.carve import Carve
 from tomoe.methods.tomoe.carving import carve_
@@ -97,7 +97,8 @@ def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> No
     model = make_pico("llama", intermediate_size=512)
     experts = dict(form="fine", num_experts=32, width_multiple=8)
     met = set()
-    for active in (0.05, 0.3, 0.6, 1.0):
+    # a router of V/O dims is larger than what is left of a pico model near 1
+    for active in (0.05, 0.3, 0.6, 1.0 if attention == "off" else 0.6):
         recipe = Recipe(active=active, experts=experts, attention=dict(pruning=attention))
         # attention of a pico model has few dims, which cannot take up every rest
         tolerance = BUDGET_TOLERANCE if attention == "off" else 0.01
@@ -109,7 +110,7 @@ def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> No
         assert plan.active_fraction() == pytest.approx(active, abs=tolerance)
         assert all(1 <= layer.top_k <= 32 for layer in plan.layers)
         met.add(active)
-    assert met >= {0.6, 1.0}
+    assert met >= ({0.3, 1.0} if attention == "off" else {0.3, 0.6})
     assert 0.05 not in met
 
 
@@ -120,7 +121,7 @@ def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -
     shape = shape_of(model)
     whole = min(dense_layers, 2)
     widths = [(512, 8, 8)] * whole + [(128 + 10 * 12, 8, 8)] * (3 - whole)
-    active = active_params(shape, widths) / decoder_params(shape)
+    active = active_fraction(shape, widths, 3 * router_params(shape, 32))
     experts = fine(num_experts=32, expert_size=12, dense_layers=dense_layers)
     plan = carved(model, Recipe(active=active, experts=experts, target="glm4_moe"))
     assert {(layer.expert_size, layer.shared_size) for layer in plan.counts} == {(12, 128)}
@@ -129,7 +130,7 @@ def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -
 
 def test_layers_get_equally_many_experts_unless_their_error_leaves_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_pico("llama", intermediate_size=512, num_hidden_layers=4)
-    recipe, wanted = Recipe(active=0.6, experts=fine(num_experts=32, expert_size=12)), list[int]()
+    recipe, wanted = Recipe(active=0.599, experts=fine(num_experts=32, expert_size=12)), list[int]()
     given = partition.evened
     monkeypatch.setattr(partition, "evened", lambda units, most: wanted.extend(units) or given(units, most))
     used = [layer.top_k for layer in carved(model, recipe).layers]
@@ -148,7 +149,7 @@ def test_a_layout_for_a_gpu_leaves_no_layer_whole(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(partition, "allocate", lambda losses, params, budget: [16, 5, 2, 2])
     shape = shape_of(model)
     widths = [(256 + 128 * top_k, shape.head_dim, shape.head_dim) for top_k in (7, 6, 6, 6)]
-    active = active_params(shape, widths) / decoder_params(shape)
+    active = active_fraction(shape, widths, 4 * router_params(shape, 16))
     plan = carved(model, Recipe(active=active, target="gpu"))
     assert plan.num_experts == 16
     assert [layer.top_k for layer in plan.layers] == [7, 6, 6, 6]

@@ -55,6 +55,7 @@ class PrunedAttention(nn.Module):
         num_layers = shape.num_layers
         dims = shape.head_dim + shape.num_qk_choices
         self.per_token = section.pruning == "per_token"
+        self.token_embedding_size = embedding_size if self.per_token else 0
         self.token_embeddings = per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, embedding_size, bias=False))
         self.dims = per_layer(num_layers, lambda: Projection(embedding_size, torch.zeros(dims)))
         if section.rotate_values:
@@ -172,8 +173,9 @@ class AttentionRanking:
             o, weight = rotate_heads(o, rotation), rotate_heads(weight, rotation)
         self.importance.append(attention_importance(q, k, o, weight, self.shape))
 
-    def start_(self, active: float) -> int:
-        """Start from the most important Q/K choices and V/O dims of every layer; returns their parameters."""
+    def start_(self, active: float) -> tuple[int, bool]:
+        """Start from the most important Q/K choices and V/O dims of every layer; returns their parameters, and whether V/O dims
+        are left out."""
         s = self.shape
         keep_bias = self.net.sampling.keep_bias
         if self.rotations:
@@ -185,7 +187,7 @@ class AttentionRanking:
             spent += int(attention_params(s, len(s.qk_dims((qk_ranks < choices).cpu())), dims))
             starts = start_logits(value_ranks, dims, keep_bias), start_logits(qk_ranks, choices, keep_bias)
             self.net.dims[i].start_at_(torch.cat(starts))
-        return spent
+        return spent, dims < s.head_dim
 
 
 def attention_importance(

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params
+from tomoe.errors import UserError
 from tomoe.methods.tomoe.attention import ExtractedAttention
 from tomoe.methods.tomoe.networks import AnyNetwork
 from tomoe.model.shape import ModelShape
@@ -44,7 +45,7 @@ def extract_plan(
         attention.token_logits = attention.value_logits(model, *calibration, None)
         attention.token_logits = attention.value_logits(model, *calibration, extraction.plan(active, tolerance))
     plan = extraction.plan(active, tolerance)
-    check_tolerance(plan.active_fraction(), active, tolerance, net.layout)
+    check_tolerance(plan.active_fraction(net.layout.counts_routers), active, tolerance, net.layout)
     return plan
 
 
@@ -53,6 +54,9 @@ class Extraction:
 
     def __init__(self, net: AnyNetwork):
         self.shape: ModelShape = net.shape
+        self.counts_routers = net.layout.counts_routers
+        # without those of V/O dims, and with them in every layer
+        self.fewest_routers, self.most_routers = net.counted_routers(value_routers=False), net.counted_routers()
         self.routers: list[ExpertRouter] = list(net.routers)
         embeddings = net.embeddings()
         self.experts = net.extract_experts(embeddings)
@@ -62,14 +66,34 @@ class Extraction:
             self.attention = ExtractedAttention(net.attention, embeddings)
 
     def plan(self, active: float, tolerance: float) -> Plan:
-        """Return the plan whose active fraction is `active`."""
+        """Return the plan whose active fraction is `active`.
+
+        A layer that keeps all V/O dims has no router for them, which leaves more for the others, so how many have one is looked
+        for from above. Raises UserError if even the smallest widths cost more.
+        """
+        routers = self.most_routers
+        while True:
+            try:
+                plan = self._plan(active, tolerance, routers)
+            except UserError:
+                if routers == self.fewest_routers:
+                    raise
+                routers -= (self.most_routers - self.fewest_routers) // self.shape.num_layers
+                continue
+            found = plan.router_params if self.counts_routers else 0
+            if found >= routers:
+                return plan
+            routers = found
+
+    def _plan(self, active: float, tolerance: float, routers: int) -> Plan:
+        """The plan for which so many parameters of routers leave room."""
         s = self.shape
         attention = self.attention
         of_attention = [[] if attention is None else attention.sites(i) for i in range(s.num_layers)]
         layers = [[*self.experts.sites(i), *of_attention[i]] for i in range(s.num_layers)]
         sites = [site for layer in layers for site in layer]
         whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention is None else 0
-        target = round(active * decoder_params(s)) - s.other_params - whole - self.experts.params
+        target = round(active * decoder_params(s)) - s.other_params - whole - self.experts.params - routers
         # carved experts beside whole attention leave nothing to choose
         offset = common_offset(sites, target) if sites else 0.0
         chosen = self.experts.choose(layers, offset, target, round(tolerance * decoder_params(s)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tomoe.budget import router_params
 from tomoe.model.shape import ModelShape
 from tomoe.plans.partition.layouts import Layout
 from tomoe.plans.routing import ExpertRouter
@@ -40,6 +41,14 @@ class MaskNetwork(nn.Module):
         # its place among the parameters is the first
         self.register_module("hypernetwork", None)
         self.attention = None
+
+    def counted_routers(self, value_routers: bool = True) -> int:
+        """Weights of the routers of all layers, as far as the budget counts them; with `value_routers` those of V/O dims, too, if
+        tokens choose these."""
+        if not self.layout.counts_routers:
+            return 0
+        embedding = self.attention.token_embedding_size if value_routers and self.attention is not None else 0
+        return self.shape.num_layers * router_params(self.shape, self.layout.num_experts, embedding)
 
     def embeddings(self) -> Float[Tensor, "sites N E"] | None:
         """The embedding of every expert at the attention (even rows) and the MLP (odd rows) of every layer."""

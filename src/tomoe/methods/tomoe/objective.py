@@ -34,11 +34,15 @@ def objective(
     target: float,
     weights: LossSection,
     uniform_layers: bool = False,
+    routers: int = 0,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-    """Return the weighted sum (Eq. 10, Sec. 3.5) and its unweighted terms, with the sampled active fraction among them."""
-    fraction = active_fraction(masks, shape)
+    """Return the weighted sum (Eq. 10, Sec. 3.5) and its unweighted terms, with the sampled active fraction among them.
+
+    `routers`: parameters of routers that the budget counts; the paper's counts none.
+    """
+    fraction = active_fraction(masks, shape, routers)
     terms = {
-        "budget": budget_penalty(layer_fractions(masks, shape) if uniform_layers else fraction, target),
+        "budget": budget_penalty(layer_fractions(masks, shape, routers) if uniform_layers else fraction, target),
         "coverage": coverage_penalty(masks),
         "balance": balance_penalty([m.routing for m in masks]),
     }
@@ -76,7 +80,8 @@ class MaskStep:
         with masked(model, masks):
             student = hidden_states(model, ids, mask)
             distill = distill_loss(student, teacher, ids, mask, family_head(model))
-            loss, terms = objective(distill, masks, net.shape, self.target(step), recipe.loss, net.layout.uniform)
+            aim = self.target(step), recipe.loss, net.layout.uniform, net.counted_routers()
+            loss, terms = objective(distill, masks, net.shape, *aim)
             (loss / recipe.train.gradient_accumulation_steps).backward()
         return {"loss": loss.detach(), **{name: t.detach() for name, t in terms.items()}}
 
@@ -116,9 +121,9 @@ def layer_widths(
     return widths, torch.stack([a.qk_mask for a in attention]).sum(-1), dims
 
 
-def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, ""]:
-    """Return T(d_MoE) / T_total of sampled masks (Eq. 8, Sec. 3.4)."""
-    return layer_params(shape, *layer_widths(masks, shape)).sum() / decoder_params(shape)
+def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, ""]:
+    """Return T(d_MoE) / T_total of sampled masks (Eq. 8, Sec. 3.4), with so many parameters of routers counted."""
+    return (layer_params(shape, *layer_widths(masks, shape)).sum() + routers) / decoder_params(shape)
 
 
 def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tensor, ""]:
@@ -126,10 +131,10 @@ def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tenso
     return log_ratio(fractions, target).mean()
 
 
-def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, " L"]:
+def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, " L"]:
     """Return the active fraction of each layer by itself: if all layers have one width, each has to meet the budget."""
     whole = decoder_params(shape) / shape.num_layers
-    return layer_params(shape, *layer_widths(masks, shape)) / whole
+    return (layer_params(shape, *layer_widths(masks, shape)) + routers / shape.num_layers) / whole
 
 
 class _Product(torch.autograd.Function):

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.budget import attention_params, decoder_params, mlp_params
+from tomoe.budget import attention_params, decoder_params, mlp_params, router_params
 from tomoe.model.compute_dtype import rounded_products
 from tomoe.model.shape import ModelShape
 from tomoe.plans.layer import LayerPlan, dense_attention
@@ -146,10 +146,11 @@ def units_of_layers(
     return evened(allocate(losses, params, left), most)
 
 
-def budget_of_mlps(shape: ModelShape, active: float) -> float:
-    """The parameters of all MLPs that may be active beside dense attention."""
-    attention = shape.num_layers * int(attention_params(shape, shape.head_dim, shape.head_dim))
-    return active * decoder_params(shape) - (shape.other_params + attention)
+def budget_of_mlps(shape: ModelShape, active: float, num_experts: int) -> float:
+    """The parameters of all MLPs that may be active beside dense attention and the routers of so many experts a layer."""
+    attention = int(attention_params(shape, shape.head_dim, shape.head_dim))
+    beside = shape.num_layers * (attention + router_params(shape, num_experts)) + shape.other_params
+    return active * decoder_params(shape) - beside
 
 
 @torch.no_grad()
@@ -174,7 +175,8 @@ def plan_fine(
         return fine_layer(make, seen, room_of(layout, i, shape.num_layers, seed))
 
     layers = visit_layers(model, *text, visit, lambda device: FineLayer.empty(shape, layout, device), progress)
-    units = units_of_layers([layer.loss for layer in layers], layout, shape, budget_of_mlps(shape, active))
+    left = budget_of_mlps(shape, active, layout.num_experts)
+    units = units_of_layers([layer.loss for layer in layers], layout, shape, left)
     top_ks = layout.top_ks(shape.num_layers) if units is None else units
     plan = Plan(shape, tuple(planned(shape, layer, top_k) for layer, top_k in zip(layers, top_ks, strict=True)))
     check_tolerance(plan.active_fraction(), active, tolerance, layout)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
+from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params, router_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape, ceil_div
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
@@ -26,7 +26,7 @@ from tomoe.recipe.target_rules import (
 
 FINE_EXPERTS = (256, 128, 64)
 """Numbers of fine-grained experts unless the recipe gives one: more are better (docs/lab/log.md), but a router costs a token as
-much as a third of a gated neuron for each. Any model and any stock format takes the last number."""
+much as a third of a gated neuron for each, which counts. Any model and any stock format takes the last number."""
 GPU_NUMBERS = (256, 128, 64, 32, 16)  # the same for a GPU, whose kernels want a power of two
 NEURONS_PER_EXPERT = 6
 """Neurons of a layer that there must be for each of the larger numbers: the router then costs at most 1/18 of the dense MLP."""
@@ -47,6 +47,8 @@ class OverlappingLayout:
     width_multiple: int  # neurons that widths are multiples of
     common_multiple: int = 0
     """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
+    counts_routers: bool = True
+    """Whether the budget counts routers (`Recipe.counts_routers`)."""
     leaves_whole: ClassVar[bool] = True  # whether a layer stays whole that the lowest total error would leave whole
 
     @property
@@ -76,6 +78,7 @@ class FineLayout:
     dense_layers: int = 0  # if they must: so many of the first layers use all experts instead
     router_bias: bool = True  # whether routers have biases
     leaves_whole: bool = True  # whether a layer stays whole that the lowest total error would leave whole
+    counts_routers: ClassVar[bool] = True
 
     @property
     def advice(self) -> str:
@@ -109,7 +112,8 @@ def _overlapping_layout(shape: ModelShape, recipe: Recipe) -> OverlappingLayout:
     uniform, active = TARGET_RULES[recipe.target].uniform, recipe.active
     multiple = recipe.experts.width_multiple
     least = _checked_least(shape, recipe)
-    layout = OverlappingLayout(recipe.experts.num_experts, multiple, max(STOCK_MULTIPLE, multiple) if uniform else 0)
+    common = max(STOCK_MULTIPLE, multiple) if uniform else 0
+    layout = OverlappingLayout(recipe.experts.num_experts, multiple, common, recipe.counts_routers)
     if recipe.attention.pruning == "off" and not uniform and shape.mlp_size % multiple == 0:
         # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
         total, unit = decoder_params(shape), int(mlp_params(shape, multiple))
@@ -173,22 +177,24 @@ def _search(
     choices, dims = attention_units(shape, attention, active)
     qk_dims = round(shape.head_dim * choices / max(1, shape.num_qk_choices))
     whole = shape.other_params + shape.num_layers * attention_params(shape, qk_dims, dims)
-    left = active * decoder_params(shape) - whole
-    others = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
-    width = (left - dense_layers * mlp_params(shape, shape.mlp_size)) / others
+    whole += value_router_params(shape, experts, attention, dims)
+    left = active * decoder_params(shape) - whole - dense_layers * mlp_params(shape, shape.mlp_size)
+    neuron = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
     exact = rules.uniform or attention.pruning == "off"
-    slack = tolerance_of(rules) * decoder_params(shape) / others if exact else math.inf
-    return _Search(experts, rules, shape.mlp_size, width, slack, 1 if rules.uniform else shape.num_layers)
+    slack = tolerance_of(rules) * decoder_params(shape) / neuron if exact else math.inf
+    return _Search(experts, rules, shape, left, neuron, slack, 1 if rules.uniform else shape.num_layers)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The search for a layout that gives a token `width` neurons, to `slack`, in the mean over layers with their own top k."""
+    """The search for a layout in which a token uses the neurons that routers leave it, to `slack`, in the mean over layers with
+    their own top k."""
 
     experts: ExpertsSection
     rules: TargetRules
-    mlp_size: int
-    width: float
+    shape: ModelShape
+    left: float  # parameters for the routers of all layers, and the MLPs of these layers
+    neuron: float  # parameters of one neuron in each of these layers
     slack: float
     layers: int  # 1: all use equally many experts
 
@@ -203,9 +209,16 @@ class _Search:
         return next(filter(None, map(self._in_blocks, few)), None) or self.for_stock(last)
 
     @property
-    def wanted(self) -> float:
-        """Neurons that the shared part should have."""
-        return self.experts.shared * self.width
+    def mlp_size(self) -> int:
+        return self.shape.mlp_size
+
+    def width(self, number: int) -> float:
+        """Neurons of a token beside the routers of so many experts."""
+        return (self.left - self.shape.num_layers * router_params(self.shape, number)) / self.neuron
+
+    def wanted(self, number: int) -> float:
+        """Neurons that the shared part should have beside so many experts."""
+        return self.experts.shared * self.width(number)
 
     def for_stock(self, number: int) -> FineLayout | None:
         """The layout of a stock format, which may have a quarter fewer experts, and fewer still if a token would use too many.
@@ -246,16 +259,16 @@ class _Search:
         would_do = "" if near is None else f" (active = {near:g} would do)"
         if self.rules.wide:
             return UserError(
-                f"no layout for a GPU divides the {self.mlp_size:,} neurons of a layer so that a token uses {self.width:,.0f} "
-                f"of them: it wants a power of two of experts, at least {GPU_NUMBERS[-1]}, of at least {GPU_WIDTH} neurons, at "
-                f"most {GPU_EXPERTS_PER_TOKEN} of them for a token, and a multiple of their width as the shared part; set "
-                f"target to hf, or another active{would_do}"
+                f"no layout for a GPU divides the {self.mlp_size:,} neurons of a layer so that a token uses "
+                f"{self.width(number):,.0f} of them: it wants a power of two of experts, at least {GPU_NUMBERS[-1]}, of at least "
+                f"{GPU_WIDTH} neurons, at most {GPU_EXPERTS_PER_TOKEN} of them for a token, and a multiple of their width as "
+                f"the shared part; set target to hf, or another active{would_do}"
             )
         given_size = "" if not self.experts.expert_size else f" of {self.experts.expert_size} neurons"
         exactly = "" if math.isinf(self.slack) else f" (to {self.slack:,.1f} exactly)"
         return UserError(
             f"{number} fine-grained experts{given_size} cannot divide {self.mlp_size:,} neurons so that a token uses "
-            f"{self.width:,.0f} of them{exactly}; change experts.num_experts, experts.expert_size or active{would_do}"
+            f"{self.width(number):,.0f} of them{exactly}; change experts.num_experts, experts.expert_size or active{would_do}"
         )
 
     def roundest(
@@ -275,12 +288,13 @@ class _Search:
         return min(found, key=lambda layout: (stored_zeros(layout), self._off(layout)), default=None)
 
     def _off(self, layout: FineLayout) -> float:
-        return abs(layout.shared - self.wanted)
+        return abs(layout.shared - self.wanted(layout.num_experts))
 
     def _near(self, layout: FineLayout) -> bool:
         # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
-        most_shared = max(self.wanted, self.mlp_size / 2)
-        return self._off(layout) <= SHARED_SLACK * self.width and layout.shared <= most_shared
+        number = layout.num_experts
+        most_shared = max(self.wanted(number), self.mlp_size / 2)
+        return self._off(layout) <= SHARED_SLACK * self.width(number) and layout.shared <= most_shared
 
     def _layouts(self, numbers: Sequence[int], multiple: int, max_used: float) -> Iterator[FineLayout]:
         """Layouts with experts of a multiple of neurons, or of the given size, that meet the width."""
@@ -299,7 +313,7 @@ class _Search:
         for size in [given] if given else range(GPU_WIDTH, self.mlp_size // number + 1, FINE_MULTIPLE):
             layout = self._layout(number, size)
             # layers may differ by one
-            most_used = math.ceil((self.width - layout.shared) / size)
+            most_used = math.ceil((self.width(number) - layout.shared) / size)
             if (
                 number.bit_count() == 1
                 and number >= GPU_NUMBERS[-1]
@@ -312,14 +326,16 @@ class _Search:
 
     def _layout(self, number: int, size: int) -> FineLayout:
         shared = self.mlp_size - number * size
-        return FineLayout(number, size, shared, min(max(1, round((self.width - shared) / size)), number))
+        top_k = round((self.width(number) - shared) / size)
+        return FineLayout(number, size, shared, min(max(1, top_k), number))
 
     def _meets(self, layout: FineLayout) -> bool:
         """Whether the parts fill a layer, and a token can have the width."""
         n, size, shared = layout.num_experts, layout.expert_size, layout.shared
-        used = min(round(self.layers * (self.width - shared) / size), self.layers * n) / self.layers
+        width = self.width(n)
+        used = min(round(self.layers * (width - shared) / size), self.layers * n) / self.layers
         fits = shared == 0 or (shared > 0 and self.rules.holds_shared)
-        return fits and shared + size <= self.width and abs(shared + used * size - self.width) <= self.slack
+        return fits and shared + size <= width and abs(shared + used * size - width) <= self.slack
 
 
 def stored_zeros(layout: FineLayout) -> int:
@@ -336,32 +352,57 @@ def attention_units(shape: ModelShape, attention: AttentionSection, active: floa
     return max(1, round(kept * shape.num_qk_choices)), max(1, round(kept * shape.head_dim))
 
 
-def least_active(shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, target: str) -> float:
-    """Return the smallest active fraction that any plan can have: the narrowest MLP, and one unit at every other site."""
+def value_router_params(shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, dims: int) -> int:
+    """Count the weights of all routers that choose `dims` V/O dims for each token; 0 where none chooses."""
+    chooses = attention.pruning == "per_token" and dims < shape.head_dim
+    return shape.num_layers * router_params(shape, 0, experts.embedding_size) if chooses else 0
+
+
+def least_active(shape: ModelShape, recipe: Recipe) -> float:
+    """Return the smallest active fraction that any plan can have: the narrowest MLP, one unit at every other site, and routers if
+    the budget counts them."""
+    experts, attention = recipe.experts, recipe.attention
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
     dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
-    fine = experts.form == "fine"
-    width = _least_fine_width(shape, experts, TARGET_RULES[target]) if fine else experts.width_multiple
-    layer = mlp_params(shape, min(width, shape.mlp_size)) + attention_params(shape, *dims)
-    return float(layer * shape.num_layers + shape.other_params) / decoder_params(shape)
+    whole = shape.num_layers * attention_params(shape, *dims) + shape.other_params
+    if recipe.counts_routers:
+        whole += value_router_params(shape, experts, attention, dims[1])
+    mlps = min(mlp + recipe.counts_routers * router for mlp, router in _least_mlps(shape, recipe))
+    return float(whole + shape.num_layers * mlps) / decoder_params(shape)
 
 
-def _least_fine_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
-    """The shared part and one expert."""
-    sizes = {n: experts.expert_size or max(1, shape.mlp_size // n) for n in _numbers_to_try(shape, experts, rules)}
-    return min(shape.mlp_size - (n - 1) * size for n, size in sizes.items())
+def _least_mlps(shape: ModelShape, recipe: Recipe) -> Iterator[tuple[int, int]]:
+    """The parameters of the narrowest MLP, and of its router, with each number of experts that there may be."""
+    experts = recipe.experts
+    if experts.form == "overlapping":
+        width = min(experts.width_multiple, shape.mlp_size)
+        yield mlp_params(shape, width), router_params(shape, experts.num_experts)
+        return
+    for n in _numbers_to_try(shape, experts, TARGET_RULES[recipe.target]):
+        # the shared part and one expert
+        width = shape.mlp_size - (n - 1) * (experts.expert_size or max(1, shape.mlp_size // n))
+        yield mlp_params(shape, min(width, shape.mlp_size)), router_params(shape, n)
 
 
 def _checked_least(shape: ModelShape, recipe: Recipe) -> float:
     """`least_active`. Raises UserError if the recipe asks for less."""
-    least = least_active(shape, recipe.experts, recipe.attention, recipe.target)
+    least = least_active(shape, recipe)
     if recipe.active < least:
         condition = " with attention kept whole (attention.pruning = off)" if recipe.attention.pruning == "off" else ""
         raise UserError(
             f"active is {recipe.active}, but this model{condition} can be cut to {math.ceil(1000 * least) / 1000:.3f} of its "
-            "decoder parameters and no further; set a larger active"
+            f"decoder parameters and no further{_share_of_routers(shape, recipe)}"
         )
     return least
+
+
+def _share_of_routers(shape: ModelShape, recipe: Recipe) -> str:
+    """What routers take of the smallest budget, and what to change."""
+    number = recipe.experts.num_experts
+    share = shape.num_layers * router_params(shape, number) / decoder_params(shape)
+    if not recipe.counts_routers or share < BUDGET_TOLERANCE:
+        return "; set a larger active"
+    return f", of which the routers of {number} experts take {share:.3f}; set a larger active, or fewer experts.num_experts"
 
 
 def tolerance_of(rules: TargetRules) -> float:
