@@ -100,7 +100,7 @@ def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEs
     computing, name = base.compute, str(base.compute).removeprefix("torch.")
     # of a model that is read layer by layer: one layer, and what is outside of the layers
     outside = sizes.total - sizes.decoder_params
-    one_layer = (outside + sizes.decoder_params // shape.num_layers) * base.dtype.itemsize
+    one_layer = (outside + sizes.decoder_params // shape.num_layers) * computing.itemsize
     by_layer = base.offload or t.shard
     original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
     on_gpu = base.device.startswith("cuda")

@@ -33,12 +33,11 @@ class BaseWeights:
         train = recipe.train
         device = pick_device(recipe.device)
         dtype = getattr(torch, stored or train.dtype)
-        # weights that are read or sharded layer by layer keep their dtype
-        partial = recipe.offload or train.shard
         return cls(
             model=model or recipe.model,
             dtype=dtype,
-            compute=dtype if partial else compute_dtype(train.compute_dtype, dtype, device),
+            # sharded weights keep their dtype
+            compute=dtype if train.shard else compute_dtype(train.compute_dtype, dtype, device),
             device=device,
             offload=recipe.offload,
             shards=distributed.world_size() if train.shard else 1,

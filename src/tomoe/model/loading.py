@@ -127,7 +127,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offloa
     16 bits are much slower. Raises UserError as it does."""
     device = pick_device(device)
     model = load_dense(name, None if dtype == "auto" else dtype_of(dtype), device, offload=offload)
-    if dtype == "auto" and not offload:
+    if dtype == "auto":
         # no processor multiplies float16 fast
         half = model.dtype == torch.float16 and model.device.type == "cpu"
         compute = torch.float32 if half else compute_dtype("auto", model.dtype, device)

@@ -124,7 +124,8 @@ def _device_map(model: PreTrainedModel, device: torch.device) -> dict[str, str]:
 
 
 def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast parameters to the dtype, except those that the model keeps in float32; buffers stay as they are."""
+    """Cast parameters to the dtype, except those that the model keeps in float32; buffers stay as they are. Offloaded ones, which
+    are read in the dtype that they were loaded for, are cast whenever they are read."""
     for name, parameter in model.named_parameters():
         keeps_fp32 = any(f".{module}." in f".{name}." for module in model._keep_in_fp32_modules_strict or ())
         parameter.data = parameter.data.to(torch.float32 if keeps_fp32 else dtype)

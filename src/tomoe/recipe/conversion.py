@@ -129,8 +129,7 @@ class TrainSection(LoopSection):
     """Dtype of the frozen base; everything trainable is float32. float16 is for carving only (steps = 0)."""
     compute_dtype: Literal["auto", "stored", "float32"] = "auto"
     """Dtype of the frozen base's products: `stored` (as `dtype`), `float32`, or `auto`: float32 on a processor without bfloat16
-    instructions, about twice as fast and in twice the memory, else `stored`. A base that is offloaded or sharded computes
-    as stored."""
+    instructions, two to six times as fast and in twice the memory, else `stored`. A base that is sharded computes as stored."""
     shard: bool = False
     """Shard the frozen base over the ranks of torchrun (FSDP2)."""
 
