@@ -35,7 +35,7 @@ from tomoe.plans.partition import experts as partition
 from tomoe.plans.partition.elimination import elimination_bytes
 from tomoe.plans.partition.experts import fine_bytes
 from tomoe.plans.partition.layouts import FineLayout, Layout, OverlappingLayout, settle_layout
-from tomoe.plans.repair.equations import NormalEquations, refit
+from tomoe.plans.repair.equations import FewTokens, NormalEquations, refit
 from tomoe.plans.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.shared import DataSection
@@ -249,13 +249,19 @@ def test_repair_counts_streams_and_the_plan(mode: str, monkeypatch: pytest.Monke
     assert folding.total - bare[1].total == refits
 
 
-def test_what_the_equations_of_a_layer_hold() -> None:
+@pytest.mark.parametrize("tokens", [128, 1024])
+def test_what_the_equations_of_a_layer_hold(tokens: int) -> None:
     shape = shape_of(make_pico("llama", intermediate_size=512))
-    with Peak() as peak:
-        sums = NormalEquations(512, shape.hidden_size, torch.device("cpu"))
-        sums.upper.fill_diagonal_(1.0)
-        refit(torch.zeros(shape.hidden_size, 512), sums, ridge=0.1)
-    assert estimate.equation_bytes(shape) == pytest.approx(peak.bytes, rel=estimate.MARGIN)
+    hidden, device = shape.hidden_size, torch.device("cpu")
+    h, gap = torch.zeros(tokens, 512), torch.ones(tokens, hidden)
+    h.fill_diagonal_(1.0)
+    with Peak((h, gap)) as peak:
+        few = tokens < 512
+        sums = FewTokens(512, hidden, tokens, device) if few else NormalEquations(512, hidden, device)
+        for chunk in range(0, tokens, 32):
+            sums.add(*(t[chunk : chunk + 32] for t in (h, gap, gap)))
+        refit(torch.zeros(hidden, 512), sums, ridge=0.1)
+    assert estimate.equation_bytes(shape, tokens, RepairSection()) == pytest.approx(peak.bytes, rel=estimate.MARGIN)
 
 
 def test_hidden_states_in_a_file_take_no_memory() -> None:

@@ -31,6 +31,7 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
+from tomoe.plans.repair.layers import keeps_tokens
 from tomoe.plans.repair.plan import repair_bytes
 from tomoe.plans.repair.streams import CHUNK_TOKENS
 from tomoe.recipe.conversion import Recipe, RepairSection
@@ -114,7 +115,7 @@ def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEs
         # in both dtypes: activations, masks and differences of the MLP; inputs, outputs and differences of the layer
         chunk = shape.mlp_size * (4 * computing.itemsize + 8) + shape.hidden_size * (4 * computing.itemsize + 20)
         held = {
-            "normal equations": equation_bytes(shape),
+            "normal equations": equation_bytes(shape, fitted_tokens(recipe.repair, recipe.data), recipe.repair),
             "hidden states": states,
             "activations of one layer": min(recipe.repair.tokens, CHUNK_TOKENS) * chunk,
         }
@@ -151,17 +152,25 @@ def weight_bytes(sizes: Sizes, dtype: torch.dtype, shards: int = 1) -> int:
     return (sizes.total + (shards - 1) * whole) // shards * dtype.itemsize
 
 
-def equation_bytes(shape: ModelShape) -> int:
-    """Bytes of one layer's normal equations: Gram matrix, other side and solution in float32 and float64, and a factor."""
-    return shape.mlp_size * (shape.mlp_size + shape.hidden_size) * (_FLOAT32 + 2 * _FLOAT64)
+def fitted_tokens(repair: RepairSection, data: DataSection) -> int:
+    """Tokens that one process repairs with: as many as the recipe asks for, or all that are not held out."""
+    tokens = min(repair.tokens, max(data.tokens - data.held_out_tokens, data.seq_len))
+    return tokens // distributed.world_size()
+
+
+def equation_bytes(shape: ModelShape, tokens: int, repair: RepairSection) -> int:
+    """Bytes of one layer's normal equations: Gram matrix, other side and solution in float32 and float64, and a factor; of few
+    tokens, their rows and gaps, and the change twice."""
+    size, hidden = shape.mlp_size, shape.hidden_size
+    if keeps_tokens(tokens, size, repair.rank if repair.mode == "low_rank" else 0):
+        return (tokens * (size + hidden) + 2 * size * hidden) * _FLOAT32 + 2 * tokens * tokens * _FLOAT64
+    return size * (size + hidden) * (_FLOAT32 + 2 * _FLOAT64)
 
 
 def hidden_state_bytes(s: ModelShape, dtype: torch.dtype, repair: RepairSection, steps: int, data: DataSection) -> int:
     """Bytes of the hidden states that repair keeps between layers; 0 if they go to a file."""
     streams = 1 if repair.target_after(steps) == "local" else 2
-    # as many as the recipe asks for, or all that are not held out
-    tokens = min(repair.tokens, max(data.tokens - data.held_out_tokens, data.seq_len))
-    size = tokens * (streams * s.hidden_size + s.mlp_size) * dtype.itemsize // distributed.world_size()
+    size = fitted_tokens(repair, data) * (streams * s.hidden_size + s.mlp_size) * dtype.itemsize
     return 0 if size > MEMORY else size
 
 

@@ -27,7 +27,7 @@ from tomoe.model.structure import layer_parts
 from tomoe.plans.masking import LayerMasks, masked, planned_masks, with_weight
 from tomoe.plans.repair import layers as repairing
 from tomoe.plans.repair import streams
-from tomoe.plans.repair.equations import MOST_RAISES, NormalEquations, Refit, low_rank, refit, solve
+from tomoe.plans.repair.equations import MOST_RAISES, FewTokens, NormalEquations, Refit, low_rank, refit, solve
 from tomoe.plans.repair.layers import LayerRepair, RepairSettings, repair_layers
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -282,6 +282,34 @@ def test_error_is_that_of_the_tokens() -> None:
     for made, of in ((h @ change.T, change), (torch.zeros_like(gap), None)):
         meant = ((made - gap).square().sum(1) / residual.square().sum(1)).mean()
         assert sums.error(of) == pytest.approx(float(meant), rel=1e-5)
+
+
+@pytest.mark.parametrize("ridge", [1e-2, 4.0])
+def test_fewer_tokens_than_inputs_solve_the_same_problem(ridge: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    h, gap, residual = (torch.randn(9, n, generator=generator) for n in (24, 5, 5))
+    many, few = NormalEquations(24, 5, torch.device("cpu")), FewTokens(24, 5, 9, torch.device("cpu"))
+    for sums in (many, few):
+        sums.add(h[:4], gap[:4], residual[:4])
+        sums.add(h[4:], gap[4:], residual[4:])
+    (meant, taken), (change, same) = many.solved(ridge), few.solved(ridge)
+    assert taken == same == ridge
+    torch.testing.assert_close(change, meant, atol=1e-5, rtol=1e-4)
+    for of in (None, change):
+        assert few.error(of) == pytest.approx(many.error(of), rel=1e-4, abs=1e-6)
+    # G is singular, so that there is no solution without a ridge
+    assert few.solved(0.0)[1] > 0
+
+
+@pytest.mark.parametrize("count", [6, 30])
+def test_few_and_many_tokens_repair_alike(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    model = make_pico("llama")
+    masks, text = planned_masks(make_plan(model, "off")), (tokens(1, count), torch.ones(1, count, dtype=torch.bool))
+    kept = repairing.keeps_tokens(count, model.config.intermediate_size, 0)
+    assert kept == (count == 6)
+    made = repair(model, masks, *text)
+    monkeypatch.setattr(repairing, "keeps_tokens", lambda *_: not kept)
+    assert relative(weights(repair(model, masks, *text)), weights(made)) < 1e-4
 
 
 def test_low_rank_is_the_singular_value_decomposition_in_the_metric() -> None:

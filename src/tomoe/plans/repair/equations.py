@@ -45,8 +45,7 @@ class NormalEquations:
     def add(self, h_tn: Float[Tensor, "t n"], gap_tD: Float[Tensor, "t D"], residual_tD: Float[Tensor, "t D"]) -> None:
         """Take in tokens; `residual_tD` is the stream that the output is added to. Sums are float32, whatever `h_tn` is."""
         dtype = h_tn.dtype
-        # an error counts relative to the stream: a norm divides by its length before anything reads it
-        root_t1 = residual_tD.float().square().sum(-1, keepdim=True).clamp_min(1e-6).rsqrt()
+        root_t1 = _root_of_weight(residual_tD)
         h_tn = h_tn * root_t1
         gap_tD = gap_tD * root_t1
         with rounded_products(dtype):
@@ -73,11 +72,49 @@ class NormalEquations:
             total += float(((change @ self.gram - 2 * self.cross) * change).sum(dtype=torch.float64))
         return total / max(count, 1.0)
 
+    def solved(self, ridge: float) -> tuple[Matrix, float]:
+        """The change of the matrix, and the ridge that it took. Raises UserError as `solve` does."""
+        return solve(self.gram, self.cross, ridge)
 
-def solve(gram: Float[Tensor, "n n"], cross: Matrix, ridge: float) -> tuple[Matrix, float]:
+
+class FewTokens:
+    """The same problem for tokens that are fewer than inputs: their rows H [T, n] and gaps [T, D], both weighted, are kept, and
+    Delta = gaps^T (H H^T + ridge mean(diag G) 1)^-1 H, for which no matrix of n x n is made."""
+
+    def __init__(self, inputs: int, outputs: int, tokens: int, device: torch.device):
+        self.rows: Float[Tensor, "T n"] = torch.empty(tokens, inputs, device=device)
+        self.gaps: Float[Tensor, "T D"] = torch.empty(tokens, outputs, device=device)
+        self.count = 0
+
+    def add(self, h_tn: Float[Tensor, "t n"], gap_tD: Float[Tensor, "t D"], residual_tD: Float[Tensor, "t D"]) -> None:
+        """Take in tokens, as `NormalEquations.add` does; all together are `tokens`."""
+        root_t1 = _root_of_weight(residual_tD)
+        new = slice(self.count, self.count + len(h_tn))
+        self.rows[new], self.gaps[new] = h_tn * root_t1, gap_tD * root_t1
+        self.count += len(h_tn)
+
+    def error(self, change: Matrix | None = None) -> float:
+        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens; None: of no change."""
+        off = self.gaps if change is None else self.rows @ change.T - self.gaps
+        return float(off.square().sum(dtype=torch.float64)) / max(self.count, 1)
+
+    def solved(self, ridge: float) -> tuple[Matrix, float]:
+        """The change of the matrix, and the ridge that it took: some at least, because G is singular. Raises UserError as `solve`
+        does."""
+        factors, ridge = solve(self.rows @ self.rows.T, self.gaps.T, max(ridge, LEAST_RIDGE), inputs=self.rows.shape[1])
+        return factors @ self.rows, ridge
+
+
+def _root_of_weight(residual_tD: Float[Tensor, "t D"]) -> Float[Tensor, "t 1"]:
+    """An error counts relative to the stream: a norm divides by its length before anything reads it."""
+    return residual_tD.float().square().sum(-1, keepdim=True).clamp_min(1e-6).rsqrt()
+
+
+def solve(gram: Float[Tensor, "n n"], cross: Matrix, ridge: float, inputs: int | None = None) -> tuple[Matrix, float]:
     """Delta = C (G + ridge mean(diag G) 1)^-1 and the ridge that it took: a matrix that is not positive definite gets ten times
-    as much. Raises UserError where sums are no finite numbers, or no ridge helps."""
-    scale = float(gram.diagonal().double().mean())
+    as much. `inputs`: over how many numbers the trace is averaged, if not n. Raises UserError where sums are no finite
+    numbers, or no ridge helps."""
+    scale = float(gram.diagonal().double().sum()) / (inputs or len(gram))
     if not (math.isfinite(scale) and bool(gram.isfinite().all()) and bool(cross.isfinite().all())):
         raise UserError(
             "the activations of the calibration text are not finite numbers, so nothing can be refitted to them; load the "
@@ -114,11 +151,12 @@ def low_rank(
     return left.float(), (left.T @ wide).float()
 
 
-def refit(weight: Matrix, sums: NormalEquations, ridge: float, rank: int = 0) -> Refit:
-    """The matrix that solves the normal equations. Raises UserError as `solve` does."""
-    change, ridge = solve(sums.gram, sums.cross, ridge)
+def refit(weight: Matrix, sums: NormalEquations | FewTokens, ridge: float, rank: int = 0) -> Refit:
+    """The matrix that solves the normal equations; of low rank only from sums over tokens. Raises UserError as `solve` does."""
+    change, ridge = sums.solved(ridge)
     factors = None
     if rank:
+        assert isinstance(sums, NormalEquations)
         metric = sums.gram.clone()
         metric.diagonal().add_(ridge * metric.diagonal().mean())
         factors = low_rank(change, metric, rank)

@@ -30,10 +30,12 @@ from tomoe.errors import UserError
 from tomoe.model.layerwise import held
 from tomoe.model.mlp import Linear
 from tomoe.plans.masking import LayerMasks
-from tomoe.plans.repair.equations import NormalEquations, Refit, refit
+from tomoe.plans.repair.equations import FewTokens, NormalEquations, Refit, refit
 from tomoe.plans.repair.streams import Streams
 
 STREAM_SHARE = {"local": 0.0, "half": 0.5}
+
+Equations = NormalEquations | FewTokens
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 """Called as (layers done, layers in all, what is known of the last one); `note` in it is a sentence for the user."""
@@ -67,22 +69,36 @@ class LayerRepair:
         )
 
 
+def keeps_tokens(tokens: int, inputs: int, rank: int) -> bool:
+    """Whether a matrix is refitted from the rows of its tokens: they take less than the Gram matrix, and one process has all."""
+    return 2 * tokens <= inputs and not rank and distributed.world_size() == 1
+
+
 class _Repairing:
     """The refit of one layer after the other on both streams of hidden states."""
 
     def __init__(self, streams: Streams, settings: RepairSettings):
         self.streams, self.settings, self.share = streams, settings, STREAM_SHARE[settings.target]
 
-    def _fit(self, part: Linear, size: int, take: Callable[[slice, NormalEquations], None]) -> Refit:
+    def _fit(self, part: Linear, size: int, take: Callable[[slice, Equations], None]) -> Refit:
         """Refit one projection: `take` gives the equations what a chunk of tokens says."""
-        sums = NormalEquations(size, self.streams.shape.hidden_size, self.streams.device)
+        sums = self._equations(size)
         for chunk in self.streams.chunks:
             take(chunk, sums)
-        for t in (sums.upper, sums.cross, sums.sums):
-            distributed.all_reduce_(t)
+        if isinstance(sums, NormalEquations):
+            for t in (sums.upper, sums.cross, sums.sums):
+                distributed.all_reduce_(t)
         return refit(part.weight.detach(), sums, self.settings.ridge, self.settings.rank)
 
-    def _take_attention(self, i: int, chunk: slice, sums: NormalEquations) -> None:
+    def _equations(self, size: int) -> Equations:
+        """For a matrix of `size` inputs."""
+        streams = self.streams
+        hidden, tokens = streams.shape.hidden_size, int(streams.real.sum())
+        if keeps_tokens(tokens, size, self.settings.rank):
+            return FewTokens(size, hidden, tokens, streams.device)
+        return NormalEquations(size, hidden, streams.device)
+
+    def _take_attention(self, i: int, chunk: slice, sums: Equations) -> None:
         """Gap of the attention: to its dense self on the same input, or of the stream behind it."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
@@ -97,7 +113,7 @@ class _Repairing:
             gap_tD += self.share * (dense_tD + theirs_tD - x_tD - given_tD)
         sums.add(real(ours["o"]), gap_tD, x_tD)
 
-    def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: NormalEquations | None) -> None:
+    def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: Equations | None) -> None:
         """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on; without `sums`
         they go through a layer that is finished."""
         streams = self.streams
