@@ -193,13 +193,13 @@ def _persistent(layer: nn.Module) -> Iterator[None]:
 
 def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, tensor, whether the tensor is temporary) of the whole state dict, sorted by name, one in memory at a time:
-    offloaded ones are read from disk, quantized ones are dequantized."""
+    offloaded ones are read from disk, as they are before `cast_`, quantized ones are dequantized."""
     prefix, layers = named_layers(model)
     for name, tensor in sorted(model.state_dict().items()):
         if cast(Any, tensor).is_meta:
             number, _, leaf = name.removeprefix(f"{prefix}.").partition(".")
             hook: Any = layers[int(number)]._hf_hook
-            yield name, hook.weights_map[leaf].to(tensor.dtype), True
+            yield name, hook.weights_map[leaf], True
         else:
             subclass = type(tensor) not in (Tensor, nn.Parameter)
             packed = subclass and hasattr(tensor, "dequantize") and tensor.is_floating_point()
