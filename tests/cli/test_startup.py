@@ -82,6 +82,28 @@ def test_no_command_imports_torch_before_its_arguments_are_right(tmp_path: Path)
         assert done.err.splitlines()[-1] == "imported []", args
 
 
+SETTINGS = """
+import os, sys
+from tomoe import __main__
+from tomoe.cli import main
+# the command is not run
+sys.modules["tomoe.cli"].main = lambda: print({name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", *__main__.SPINS)})
+for name in ("OMP_WAIT_POLICY", *__main__.SPINS):
+    os.environ.pop(name, None)
+os.environ.update(pair.split("=") for pair in sys.argv[1:])
+assert "torch" not in sys.modules
+__main__.main()
+"""
+
+
+def test_threads_spin_briefly_unless_the_user_says_how_they_wait(tmp_path: Path) -> None:
+    given = [[], ["OMP_WAIT_POLICY=ACTIVE"], ["GOMP_SPINCOUNT=7"]]
+    default, active, counted = (eval(done.out) for done in fresh(tmp_path, [(SETTINGS, args, []) for args in given]))
+    assert default == {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+    assert active == {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": None, "KMP_BLOCKTIME": None}
+    assert counted == {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "7", "KMP_BLOCKTIME": None}
+
+
 def test_importing_tomoe_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = "import tomoe, sys; from tomoe import UserError; assert not {'torch', 'transformers'} & set(sys.modules)"
     (done,) = fresh(tmp_path, [(script, [], [])])

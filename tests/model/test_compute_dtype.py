@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from pico_files import pico_recipe, write_pico, write_text
-from stored_models import edit_config, edit_tensors
+from stored_models import edit_config, edit_tensors, write_gguf
 from tomoe.errors import Note
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
 from tomoe.methods.registry import settled
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import compute_dtype
-from tomoe.model.loading import load_dense, load_model
+from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer
 from tomoe.pipeline.convert import convert
 from tomoe.pipeline.stages import plan, train
 from tomoe.pipeline.steps import open_dense
@@ -107,11 +107,22 @@ def test_train_then_plan_and_repair_compute_as_convert_does(folder: Path, in_flo
     assert all((tmp_path / name / "plan.safetensors").read_bytes() == made for name in ("plan", "again"))
 
 
-def test_weights_that_are_read_layer_by_layer_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_read_layer_by_layer_are_multiplied_as_whole_ones_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processor(monkeypatch)
-    changes = ["offload=true", "train.steps=0", "data.sources=text.txt"]
-    assert BaseWeights.of(Recipe.load(None, ["device=cpu"])).compute == torch.float32
-    assert BaseWeights.of(Recipe.load(None, ["device=cpu", *changes])).compute == torch.bfloat16
+    models = []
+    for changes in ([], ["offload=true", "train.steps=0", "data.sources=text.txt"]):
+        base = BaseWeights.of(Recipe.load(None, [f"model={folder / 'dense'}", "device=cpu", *changes]))
+        assert base.compute == torch.float32
+        models.append(base.for_training())
+    whole, offloaded = models
+    ids = torch.arange(3, 35)[None]
+    assert offloaded(ids).logits.dtype == torch.float32
+    assert torch.equal(offloaded(ids).logits, whole(ids).logits)
+    assert fingerprint(offloaded) == fingerprint(whole)
+    base.stored_(offloaded)
+    assert {p.dtype for p in offloaded.parameters()} == {torch.bfloat16}
 
 
 def test_float32_products_are_counted_in_memory(folder: Path) -> None:
@@ -135,13 +146,26 @@ def test_auto_leaves_weights_as_they_are_stored(
     assert all(torch.equal(t, stored[name].to(t.dtype)) for name, t in loaded.state_dict().items() if name in stored)
 
 
-@pytest.mark.parametrize(("kept", "words"), [("float32", "float32"), ("float16", "float16"), ("bfloat16", None)])
-def test_weights_that_a_conversion_rounds_are_named(model: Path, kept: str, words: str | None) -> None:
+@pytest.mark.parametrize(
+    ("file", "kept", "words"),
+    [
+        ("", "float32", "float32"),
+        ("", "float16", "float16"),
+        ("", "bfloat16", None),
+        ("model.gguf", "float32", "float32"),
+        ("model.gguf", "float16", "float16"),
+    ],
+)
+def test_weights_that_a_conversion_rounds_are_named(model: Path, file: str, kept: str, words: str | None) -> None:
     """Unless the recipe asks for that dtype."""
-    edit_tensors(model, lambda tensors: {name: t.to(getattr(torch, kept)) for name, t in tensors.items()})
+    place, dtype = model / file, getattr(torch, kept)
+    if file:
+        write_gguf(load_dense(str(model), dtype), place, load_tokenizer(str(model)))
+    else:
+        edit_tensors(model, lambda tensors: {name: t.to(dtype) for name, t in tensors.items()})
 
     def opened(*changes: str) -> list[str]:
-        recipe = Recipe.load(None, [f"model={model}", "method.name=inputs", "device=cpu", *changes])
+        recipe = Recipe.load(None, [f"model={place}", "method.name=inputs", "device=cpu", *changes])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", Note)
             open_dense(*settled(recipe), BaseWeights.of(recipe))

@@ -72,6 +72,11 @@ class GgufFile:
         return str(self.keys.get("general.architecture"))
 
     @property
+    def headers(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each tensor, by its name in the file."""
+        return {name: (t.tensor_type.name, tuple(t.shape.tolist())) for name, t in self.tensors.items()}
+
+    @property
     def _by_table(self) -> bool:
         """Whether transformers reads it by tables, and reports nothing; of newer architectures it reads and reports all."""
         return self.architecture in (*_READ, "qwen2moe", "qwen3moe")

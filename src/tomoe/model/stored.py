@@ -76,7 +76,7 @@ class StoredModel:
         """Read the config and the headers of the weights. Raises UserError if an adapter lies beside the model, if the config
         claims more than the weights can fill, or for weights that are quantized for good."""
         if is_gguf(place):
-            return cls(place, read_config(place), Packing("GGUF"))
+            return cls(place, read_config(place), Packing("GGUF"), GgufFile.read(place).headers)
         check_no_adapter(place)
         tensors = stored_tensors(place)
         check_claims(place, tensors)
@@ -95,8 +95,8 @@ class StoredModel:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of most of its weights; None if they are packed or in a .gguf file."""
-        if self.packing.method:
+        """The dtype of most of its weights; None if they are packed or quantized."""
+        if self.packing.method and self.file is None:
             return None
         sizes = Counter[str]()
         for dtype, shape in self.tensors.values():
