@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+import tomoe
 from tomoe.cli import VERBS
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +37,37 @@ def test_the_table_of_modules_is_current() -> None:
     assert page == runpy.run_path(str(DOCS / "make_modules.py"))["make_page"](page), "run: python docs/make_modules.py"
 
 
-def test_the_page_of_commands_has_every_verb() -> None:
+def test_the_page_of_commands_has_every_command() -> None:
     page = (DOCS / "reference" / "commands.md").read_text("utf-8")
     table = page.split("\n## ")[0]
     assert sorted(re.findall(r"^\| `(\w+) ", table, re.MULTILINE)) == sorted(
         verb.__name__ for verbs in VERBS.values() for verb in verbs
     )
+
+
+def test_the_page_for_python_has_every_public_name_with_its_arguments() -> None:
+    page = (DOCS / "reference" / "python.md").read_text("utf-8")
+    blocks = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    shown = {node.name: node.args for node in ast.parse(blocks).body if isinstance(node, ast.FunctionDef)}
+    for name in set(tomoe.__all__) - {"__version__"}:
+        value = getattr(tomoe, name)
+        assert name in shown or re.search(rf"`(tomoe\.)?{name}\b", page), name
+        if inspect.isfunction(value) and name != "method":
+            parameters = inspect.signature(value).parameters.values()
+            assert ast.unparse(shown[name]) == ast.unparse(_arguments(parameters)), name
+
+
+def _arguments(parameters: Iterable[inspect.Parameter]) -> ast.arguments:
+    """The arguments of a function without annotations; a default that is a function is an ellipsis."""
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty, default=...)
+        if callable(parameter.default) and parameter.default is not inspect.Parameter.empty
+        else parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in parameters
+    ]
+    (function,) = ast.parse(f"def f{inspect.Signature(plain)}: ...".replace("=Ellipsis", "=...")).body
+    assert isinstance(function, ast.FunctionDef)
+    return function.args
 
 
 def test_no_line_installs_a_package_that_is_not_released() -> None:

@@ -192,7 +192,7 @@ def test_a_conversion_for_a_target_is_measured_and_exported_layer_by_layer(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (["train.steps=3", "data.sources=text.txt"], r"learning takes thousands of passes \(train.steps is 3\)"),
+        (["train.steps=3", "data.sources=text.txt"], r"training takes thousands of passes \(train.steps is 3\)"),
         (["data.sources=text.txt,self"], "the source self takes one pass per token"),
         (["data.sources=text.txt", "train.shard=true"], "offload and train.shard cannot be combined"),
     ],

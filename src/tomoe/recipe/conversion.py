@@ -23,51 +23,51 @@ def _usual_number(section: dict[str, Any]) -> int:
 
 
 class MethodSection(Section):
-    """The method that chooses what a token uses, and the settings of that method, which `tomoe methods NAME` lists."""
+    """The method, and its settings, which `tomoe methods NAME` lists."""
 
     model_config = ConfigDict(extra="allow")
     name: str = ""
-    """A name that `tomoe methods` lists, or FILE.py:CLASS. Empty: `tomoe` if the recipe trains, prunes attention, starts at
-    random or has overlapping experts, else `carve`."""
+    """A name that `tomoe methods` lists, or FILE.py:CLASS. Empty: `tomoe` if the recipe trains, prunes attention, has a random
+    start or overlapping experts, else `carve`."""
 
 
 class ExpertsSection(Section):
-    """The experts that an MLP becomes, whatever method makes them."""
+    """The experts of an MLP, for every method."""
 
     form: Literal["fine", "overlapping"] = "fine"
-    """What a token uses: `fine`: a shared part and several of many small experts; `overlapping` (the paper's): one of a few
-    experts that share neurons. A random start and the target mixtral imply `overlapping`."""
+    """`fine`: a token uses a shared part and several of many small experts; `overlapping` (the paper's): one of a few experts
+    that share neurons. A random start and the target mixtral imply `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
-    """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
-    neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`, to meet the
-    budget, save zeros in the file and keep a token at 30 experts; 16 to 64 for gguf, or fewer, with widths at multiples of 32."""
+    """Experts per MLP (N). Overlapping: 8. Fine-grained: 0 chooses 256, 128 or 64, at most a sixth of a layer's neurons; for gpu
+    a power of two from 16 to 256; for a stock target up to 64, at most 30 of them per token; for gguf up to 64 of a width
+    divisible by 32."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen by `shared`."""
     shared: float = Field(default=0.4, ge=0, le=1)
-    """About this share of a token's neurons is used by all tokens (fine-grained experts without `expert_size`). Stock targets
-    imply 0.75, which engines run faster; gemma4 and flex_olmo, which have no shared part, imply 0."""
+    """Size of the shared part, as a fraction of a token's neurons, approximately (fine-grained experts without `expert_size`).
+    Stock targets imply 0.75, which engines run faster; gemma4 and flex_olmo imply 0."""
     dense_layers: int = Field(default=1, ge=0)
-    """How many of the first layers a stock target leaves whole (fine-grained experts); targets with experts in every layer
+    """The number of first layers that a stock target keeps dense (fine-grained experts); targets with experts in every layer
     imply 0."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
-    """Size of an expert embedding (E), which both directions of the hypernetwork share."""
+    """Size of an expert embedding (E) in the hypernetwork, both directions together."""
     width_multiple: int = Field(default=32, ge=1)
     """Expert widths are multiples of this: grouped kernels need 8, K-quants 256."""
 
 
 class AttentionSection(Section):
-    """The pruning of attention."""
+    """Pruning of attention."""
 
     pruning: Literal["off", "static", "per_token"] = "off"
-    """`off`: attention stays whole; `static`: the same Q/K and V/O dims for all tokens; `per_token`: the same Q/K dims, V/O dims
-    chosen for each token (the paper's, Section 3.3)."""
+    """`off`: attention stays dense; `static`: the same Q/K and V/O dims for all tokens; `per_token`: the same Q/K dims, V/O dims
+    chosen per token (the paper's, Section 3.3)."""
     embedding: Literal["global", "local"] = "global"
     """`global`: attention embeddings come from the hypernetwork; `local`: each layer has its own (ablation)."""
     rotate_values: bool = True
-    """Turn V and O of every head into a basis in which the cut dims weigh least (not in the paper). A random start with
-    per_token implies false, because it learns better from the model's own dims."""
+    """Rotate V and O of every head into the basis in which pruned dims matter least (not in the paper). A random start with
+    per_token implies false, because it trains better in the model's own basis."""
     share: float = Field(default=1 / 3, ge=0, le=1)
-    """How much of the cut attention takes, for a carved start: it keeps 1 - share x (1 - active) of its dims."""
+    """Attention's part of the reduction, for a carved start: it keeps 1 - share x (1 - active) of its dims."""
 
 
 class SamplingSection(Section):
@@ -76,7 +76,7 @@ class SamplingSection(Section):
     temperature: float = Field(default=0.4, gt=0)
     """Temperature of the relaxed masks (tau, Eqs. 14, 15)."""
     keep_bias: float = 3.0
-    """Added to every mask logit (b), so that training starts from a nearly whole model."""
+    """Added to every mask logit (b), so that training starts from a nearly dense model."""
 
 
 class LossSection(Section):
@@ -87,27 +87,27 @@ class LossSection(Section):
     budget_weight: float = Field(default=16.0, ge=0)
     """Weight of R_P (alpha, Eq. 8): keeps the active parameters at the budget."""
     coverage_weight: float = Field(default=2.0, ge=0)
-    """Weight of R_U (beta, Eq. 7): keeps the union of the experts at the whole layer."""
+    """Weight of R_U (beta, Eq. 7): keeps every neuron in some expert."""
     balance_weight: float = Field(default=1.0, ge=0)
     """Weight of R_L (gamma, Eq. 9): spreads tokens evenly over experts."""
 
 
 class RepairSection(Section):
-    """Refitting projections in closed form to the masks of the plan, after it was extracted."""
+    """Refitting projections in closed form to the plan's masks."""
 
     mode: Literal["none", "full", "low_rank"] = "full"
-    """`none`: dense matrices stay as they are; `full`: the plan holds refitted matrices; `low_rank`: smaller factors of the
-    change."""
+    """`none`: keep the dense matrices; `full`: store refitted matrices in the plan; `low_rank`: store a low-rank change, which is
+    smaller."""
     rank: int = Field(default=64, ge=1)
     """Rank of the change (low_rank)."""
     ridge: float = Field(default=0.0, ge=0)
-    """Holds a matrix near the dense one; relative to the mean diagonal of the Gram matrix. 0: 4 x neurons of a layer / tokens,
-    at least 0.01."""
+    """Ridge towards the dense matrix, relative to the mean diagonal of the Gram matrix. 0: 4 x neurons of a layer / tokens, at
+    least 0.01."""
     target: Literal["auto", "local", "half"] = "auto"
-    """A layer is fitted to the dense layer's output on the same input (`local`), or half-way from there to the dense model's
-    hidden states, which corrects errors of earlier layers (`half`). `auto`: `local` after learning, else `half`."""
+    """Fit a layer to the dense layer's output on the same input (`local`), or half-way between that and the dense model's hidden
+    states, which corrects errors of earlier layers (`half`). `auto`: `local` after training, else `half`."""
     tokens: int = Field(default=65_536, ge=1)
-    """Tokens to fit to, at most: of the training text, then of the calibration text."""
+    """Maximum number of tokens to fit to: training text first, then calibration text."""
 
     def ridge_for(self, tokens: int, neurons: int) -> float:
         """The ridge of a repair on so many tokens, for layers of so many neurons: the fewer tokens, the more they mislead."""
@@ -126,7 +126,7 @@ class TrainSection(LoopSection):
     budget_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the budget falls linearly from 1 to `active`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of the frozen base; everything trainable is float32. float16 is for carving only (steps = 0)."""
+    """Dtype of the frozen base; everything trainable is float32. float16 only without training (steps = 0)."""
     compute_dtype: Literal["auto", "stored", "float32"] = "auto"
     """Dtype of the frozen base's products: `stored` (as `dtype`), `float32`, or `auto`: float32 on a processor without bfloat16
     instructions, two to six times as fast and in twice the memory, else `stored`. A base that is sharded computes as stored."""
@@ -139,7 +139,7 @@ class TrainSection(LoopSection):
         if self.dtype == "float16" and self.steps:
             raise UserError(
                 f"train.dtype is float16, in which small gradients are lost, but train.steps is {self.steps}; choose "
-                "bfloat16 or float32, or learn nothing (train.steps = 0)"
+                "bfloat16 or float32, or do not train (train.steps = 0)"
             )
         return self
 
@@ -159,9 +159,8 @@ class Recipe(RunRecipe):
     offload: bool = False
     """Load one decoder layer at a time, for checkpoints larger than RAM; only with train.steps = 0."""
     target: Literal[Format, "gpu"] = "hf"
-    """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; `gpu` is the same with few wide
-    fine-grained experts. All others need one layout for all layers and exclude attention.pruning = per_token;
-    docs/guide/export.md says which families and experts fit."""
+    """The format that the conversion must fit. `hf`, tomoe's own, fits every plan; `gpu` is `hf` with few wide experts. The
+    others need the same layout in all layers, and most need dense attention; docs/guide/export.md lists families and experts."""
     method: MethodSection = MethodSection()
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
@@ -261,7 +260,7 @@ class Recipe(RunRecipe):
             )
         if self.start == "random" and not self.train.steps:
             yield (
-                "start = random leaves random masks if nothing is learned (train.steps = 0); set train.steps, or "
+                "start = random leaves random masks without training (train.steps = 0); set train.steps, or "
                 "start to carved"
             )
         if self.experts.form in USUAL_NUMBERS and not self.experts.num_experts:
@@ -271,8 +270,8 @@ class Recipe(RunRecipe):
             )
         if self.offload and self.train.steps:
             yield (
-                "offload reads every layer from disk in every pass, and learning takes thousands of passes (train.steps is "
-                f"{self.train.steps}); learn nothing (train.steps = 0)"
+                "offload reads every layer from disk in every pass, and training takes thousands of passes (train.steps is "
+                f"{self.train.steps}); do not train (train.steps = 0)"
             )
         if self.offload and "self" in self.data.sources:
             yield (

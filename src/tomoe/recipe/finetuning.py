@@ -14,13 +14,13 @@ class TunedLossSection(Section):
     """The objective of fine-tuning."""
 
     objective: Literal["kl", "lm"] = "kl"
-    """`kl`: KL(dense model || converted model); `lm`: the language-modeling loss, for text with something new to learn."""
+    """`kl`: KL(dense model || converted model); `lm`: the language-modeling loss, to teach something new."""
     balance_weight: float = Field(default=1.0, ge=0)
     """Weight of R_L (gamma, Eq. 9): spreads tokens evenly over experts."""
 
 
 class LoraSection(Section):
-    """Low-rank adapters beside frozen weights, merged at the end (weights = lora)."""
+    """LoRA adapters, merged at the end (weights = lora)."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the adapters."""
@@ -29,13 +29,13 @@ class LoraSection(Section):
 
 
 class TunedTrainSection(LoopSection):
-    """The training loop, with smaller steps than for masks."""
+    """The training loop of fine-tuning."""
 
     steps: int = Field(default=200, ge=0)
-    """Optimizer steps; 0 learns nothing."""
+    """Optimizer steps; 0 skips training."""
     learning_rate: float = Field(default=5e-4, gt=0, le=MAX_LEARNING_RATE)
-    """Peak learning rate of AdamW, relative to the RMS of each matrix (of adapters: absolute). The less there is to recover,
-    the smaller it should be."""
+    """Peak learning rate of AdamW, relative to the RMS of each matrix (adapters: absolute). The less there is to recover, the
+    smaller it should be."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the learning rate rises linearly from zero."""
     batch_size: int = Field(default=1, ge=0)
@@ -50,12 +50,12 @@ class TunedTrainSection(LoopSection):
 
 
 class TunedDataSection(DataSection):
-    """The text to learn from and to evaluate on."""
+    """The text for training and evaluation."""
 
     sources: tuple[str, ...] = ()
-    """Names, hub ids or local paths; empty: the text of the conversion, if its folder still holds it."""
+    """Names, hub ids or local paths; empty: the conversion's text, if its folder still has it."""
     calibration_tokens: int = Field(default=8192, ge=1)
-    """Tokens that are set aside; fine-tuning needs none."""
+    """Tokens set aside; not used by fine-tuning."""
 
 
 class FinetuneRecipe(RunRecipe):
@@ -64,10 +64,10 @@ class FinetuneRecipe(RunRecipe):
     model: str = ""
     """A converted folder."""
     dense: str = ""
-    """The dense model that it was made from; empty: the one that its plan names."""
+    """Its dense model; empty: the one that its plan names."""
     weights: Literal["full", "lora"] = "full"
-    """Train all weights of the decoder layers (`full`) or adapters beside them (`lora`, needs peft). Embeddings and output
-    matrix stay frozen."""
+    """Train all weights of the decoder layers (`full`) or LoRA adapters (`lora`, needs peft). Embeddings and output matrix stay
+    frozen."""
     routers: Literal["learned", "frozen"] = "learned"
     """Whether expert routers are trained; value routers stay frozen."""
     loss: TunedLossSection = TunedLossSection()

@@ -18,7 +18,7 @@ class LoopSection(Section):
     """The training loop of any kind of run."""
 
     steps: int = Field(default=0, ge=0)
-    """Optimizer steps; 0 learns nothing."""
+    """Optimizer steps; 0 skips training."""
     batch_size: int = Field(default=1, ge=1)
     """Sequences per forward pass."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
@@ -65,26 +65,25 @@ def _names(text: str) -> list[str]:
 
 
 class DataSection(Section):
-    """The text to learn from, to calibrate on and to evaluate on."""
+    """The text for training, calibration and evaluation."""
 
     sources: tuple[str, ...] = Field(default=("self",), min_length=1)
-    """Names, hub ids or local paths; several are mixed in equal parts by tokens. `self` samples from the dense model.
-    The method `inputs` reads a little of `python-docs` unless told otherwise."""
+    """Names, hub ids or local paths; several are mixed in equal parts by tokens. `self` samples from the dense model. The method
+    `inputs` implies `python-docs`."""
     seq_len: int = Field(default=512, ge=8)
     """Tokens per sequence (context length)."""
     tokens: int = Field(default=0, ge=0)
-    """Tokens of training, calibration and evaluation together; for `self`, tokens to sample. 0: as many as calibration,
-    evaluation and repair take; with steps, enough to read each token once, up to 100,000."""
+    """Tokens for training, calibration and evaluation together; for `self`, tokens to sample. 0: as many as calibration,
+    evaluation and repair need; with steps, enough to read each token once, up to 100,000."""
     calibration_tokens: int = Field(default=32_768, ge=1)
-    """Tokens that the start is carved from."""
+    """Tokens that the method collects statistics from."""
     evaluation_tokens: int = Field(default=16_384, ge=1)
     """Tokens to evaluate on."""
     evaluation_source: str | None = None
-    """A text to evaluate on, named as in `sources`. None: a part of the sources is held out."""
+    """Another text to evaluate on, named as in `sources`. None: hold out a part of the sources."""
     text_column: str | None = None
-    """Column with texts or chats, for hub, .jsonl and .parquet sources. Default: `text`, `messages`, `conversations`,
-    `conversation`, `prompt` and `completion`, or `instruction`, `input` and `output`, in each row the first that holds
-    something."""
+    """Column with texts or chats, in hub, .jsonl and .parquet sources. None: in each row the first that is not empty of `text`,
+    `messages`, `conversations`, `conversation`, `prompt` and `completion`, `instruction`, `input` and `output`."""
 
     @field_validator("sources", mode="before")
     @classmethod
