@@ -52,6 +52,10 @@ def test_fine_grained_experts_are_divided_for_one_budget(
     # where nothing was trained there is nothing to make a plan of
     bare = converted_fine / "moe" / "run"
     refused(tomoe("plan", bare, "-o", tmp_path / "other"), "method carve trains nothing", "convert again")
+    untrained = [*fine(train_steps="0"), "--method", "tomoe", "--active", "0.6"]
+    assert tomoe("convert", model, "-o", tmp_path / "moe", "--data", text, *untrained).code == 0
+    done = tomoe("plan", tmp_path / "moe" / "run", "-o", tmp_path / "other")
+    refused(done, "the run trained nothing (train.steps = 0); convert again")
     assert not (tmp_path / "other").exists()
 
 

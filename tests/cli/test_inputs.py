@@ -92,6 +92,8 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
         named = ["--data", converted_inputs / "text.txt", "--set", f"{key}={value}"]
         done = tomoe("convert", dense, "-o", out, *INPUTS, *named)
         refused(done, f"method inputs needs {key} = ", f"but it is {value}; leave it out, or choose another method")
+    # by its own default text, not by that of experts
+    refused(tomoe("convert", dense, "-o", out, *INPUTS, "--offload"), "method inputs needs offload = false")
     assert not out.exists()
 
 

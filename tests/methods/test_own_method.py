@@ -112,8 +112,23 @@ def test_what_is_wrong_with_a_name_or_a_setting_is_said() -> None:
         more = ["experts.form=overlapping"] if "random" in change else []
         with pytest.raises(UserError, match=sentence):
             registry.settled(api.Recipe.load(None, ["method.name=carve", change, "train.steps=3", *more]))
-    with pytest.raises(UserError, match="no place for what method inputs makes"):
-        registry.settled(api.Recipe.load(None, ["method.name=inputs", "target=gguf"]))
+    for name, target, sentence in (
+        ("inputs", "gguf", r"makes \(a choice of inputs\); set target to hf, or method to carve, .* or tomoe"),
+        ("carve", "mixtral", r"makes \(experts without overlap\); set target to hf, or method to static or tomoe"),
+    ):
+        with pytest.raises(UserError, match=f"target {target} has no place for what method {name} {sentence}"):
+            registry.settled(api.Recipe.load(None, [f"method.name={name}", f"target={target}"]))
+
+
+def test_keys_are_checked_together_with_the_defaults_of_the_method(tmp_path: Path) -> None:
+    own = "import tomoe\nclass Own(tomoe.Method):\n    kind, requires = 'overlapping', {}\n    defaults = {'train.steps': 9}"
+    (tmp_path / "own.py").write_text(own)
+    keys = [f"method.name={tmp_path / 'own.py'}:Own", "start=random"]
+    assert registry.settled(api.Recipe.load(None, keys))[1].train.steps == 9
+    with pytest.raises(UserError, match="start = random leaves random masks"):
+        registry.settled(api.Recipe.load(None, [*keys, "train.steps=0"]))
+    with pytest.raises(UserError, match=r"learning takes thousands of passes \(train.steps is 300\)"):
+        registry.settled(api.Recipe.load(None, ["method.name=dot_moe", "offload=true", "data.sources=text.txt"]))
 
 
 def test_a_recipe_that_names_no_method_has_the_one_that_its_keys_are_of() -> None:

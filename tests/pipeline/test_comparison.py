@@ -79,6 +79,24 @@ def test_what_was_measured_is_not_measured_again(
         compare_methods(recipe(place).changed(["seed=1"]), place / "out", ["carve"], [0.8])
 
 
+def test_a_method_in_a_file_is_what_the_file_holds(place: Path) -> None:
+    """Neither an entry nor the plan of an interrupted run outlives an edit."""
+    own, out = place / "own.py", place / "own"
+    code = "import tomoe\nfrom tomoe.methods.random_split import RandomSplit\n\n\nclass Own(RandomSplit):\n    {body}\n"
+
+    def compared(body: str) -> list[float | None]:
+        own.write_text(code.format(body=body))
+        entries = compare_methods(recipe(place), out, [f"{own}:Own"], [0.6], repairs=[False])
+        return [entry.measurement.kl for entry in entries[1:]]
+
+    other = "def experts(self, seen, room):\n        return tomoe.Experts(super().experts(seen, room).expert_of_neuron.flip(0))"
+    first = compared("pass")
+    for entry in (out / "entries").glob("*.json"):
+        entry.unlink()
+    assert compared(other) != first
+    assert compared("pass") == first
+
+
 def test_an_interrupted_comparison_goes_on_to_the_same_numbers(
     entries: list[Entry], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from tomoe.errors import UserError
 from tomoe.methods.base import Method
 from tomoe.recipe.conversion import Recipe
-from tomoe.recipe.target_rules import TARGET_RULES
+from tomoe.recipe.target_rules import TARGET_RULES, Form
 
 DEFAULT = "carve"
 GROUP = "tomoe.methods"
@@ -46,9 +46,8 @@ def find(name: str) -> type[Method]:
     """The class of a method: a registered name, or FILE.py:CLASS. Raises UserError if there is none, or if it is not one."""
     if name in _FOUND:
         return _FOUND[name]
-    path, colon, class_name = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _in_file(Path(path), class_name)
+    if (path := file_of(name)) is not None:
+        return _in_file(path, name.rpartition(":")[2])
     for point in entry_points(group=GROUP, name=name):
         return _checked(point.load(), name)
     known = names()
@@ -59,6 +58,12 @@ def find(name: str) -> type[Method]:
     # importing a module registers its class
     importlib.import_module(f"tomoe.methods.{name}")
     return _FOUND[name]
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a method that is named FILE.py:CLASS; None for another name."""
+    path, colon, _ = name.rpartition(":")
+    return Path(path) if colon and path.endswith(".py") else None
 
 
 def _in_file(path: Path, class_name: str) -> type[Method]:
@@ -92,10 +97,11 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
     if method is None:
         method = find(recipe.method.name or _implied(recipe))(**recipe.method.model_extra or {})
     found = type(method)
-    if not {found.kind, *found.other_kinds} & {*TARGET_RULES[recipe.target].forms}:
+    if not _fits(found, recipe.target):
+        *others, last = (name for name in names() if _fits(find(name), recipe.target))
         raise UserError(
-            f"target {recipe.target} has no place for what method {found.name} makes ({found.kind}); set target to hf, or "
-            "choose another method"
+            f"target {recipe.target} has no place for what method {found.name} makes ({_KINDS[found.kind]}); set target to hf, "
+            f"or method to {', '.join(others)} or {last}"
         )
     name = recipe.method.name or found.name
     whole = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
@@ -107,6 +113,18 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
                 "another method"
             )
     return method, whole
+
+
+_KINDS: dict[Form, str] = {
+    "fine": "experts without overlap",
+    "overlapping": "overlapping experts",
+    "inputs": "a choice of inputs",
+}
+
+
+def _fits(method: type[Method], target: str) -> bool:
+    """Whether a target has a place for a plan of a method."""
+    return bool({method.kind, *method.other_kinds} & {*TARGET_RULES[target].forms})
 
 
 def _implied(recipe: Recipe) -> str:

@@ -19,10 +19,10 @@ from tomoe.data.evaluation_text import CONTEXT, EvaluationText, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.evaluation.results import Measurement, checked
-from tomoe.files import atomic_write, read_json
+from tomoe.files import atomic_write, read_json, sha256
 from tomoe.folders import refuse_stranger
 from tomoe.methods.base import Task
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import file_of, settled
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer
 from tomoe.moe.fold import fold
@@ -150,11 +150,14 @@ class _Bench:
 
     def _file(self, name: str, recipe: Recipe, repaired: bool) -> tuple[Path, str]:
         """The file of an entry, and the key of everything that it depends on."""
-        text = self.text.sequences.input_ids.tolist()
-        parts = (FORMAT, recipe.digest(), self.source, self.corpus.digest(), text, repaired)
-        key = hashlib.sha256(repr(parts).encode()).hexdigest()
-        title = re.sub(r"[^A-Za-z0-9.=]+", "-", f"{Path(name).name}-{recipe.active:g}").strip("-")
-        return self.out / "entries" / f"{title}{'-repaired' * repaired}.json", key
+        key = self._key(recipe, self.text.sequences.input_ids.tolist(), repaired)
+        return self.out / "entries" / f"{_title(name, recipe)}{'-repaired' * repaired}.json", key
+
+    def _key(self, recipe: Recipe, *more: object) -> str:
+        """A hash of what a plan depends on, and of more; of a method in a file, that is what the file holds."""
+        own = file_of(recipe.method.name)
+        made = (FORMAT, recipe.digest(), own and sha256(own), self.source, self.corpus.digest())
+        return hashlib.sha256(repr((*made, *more)).encode()).hexdigest()
 
     def kept(self, name: str, recipe: Recipe, repaired: bool) -> Entry | None:
         """What was measured before; None if nothing was, or with other settings."""
@@ -165,7 +168,8 @@ class _Bench:
     def run(self, name: str, active: float, method: Any, recipe: Recipe, repairs: Sequence[bool]) -> None:
         """Make the plan of a method once, and measure it as it is, repaired, or both."""
         label = f"{name} at {active:.0%}"
-        run = RunFolder(self.out / "runs" / self._file(name, recipe, False)[0].stem)
+        # in a folder of its own, so that no plan of other settings, texts or code is taken for this one
+        run = RunFolder(self.out / "runs" / f"{_title(name, recipe)}-{self._key(recipe)[:12]}")
         resumes = run.recipe.is_file() and not Recipe.load(run.recipe).differences(recipe)
         run.begin(recipe, resumes, self.source)
         task = Task(self.dense, recipe, self.corpus, run, on_progress=self.on_progress)
@@ -190,6 +194,11 @@ class _Bench:
         text, device = self.corpus.fitting_text(recipe.repair.tokens), self.dense.device
         ids, mask = text.input_ids.to(device), text.mask.to(device)
         return repair_plan(plan, self.dense, ids, mask, recipe.repair, self.on_progress, run.path)
+
+
+def _title(name: str, recipe: Recipe) -> str:
+    """What files of one method at one budget are called."""
+    return re.sub(r"[^A-Za-z0-9.=]+", "-", f"{Path(name).name}-{recipe.active:g}").strip("-")
 
 
 def to_markdown(entries: Sequence[Entry]) -> str:

@@ -66,11 +66,11 @@ def plan(
     method, recipe = settled(recipe if active is None else recipe.changed([f"active={active}"]))
     checkpoint = run.last()
     if checkpoint is None:
-        if not method.trains:
-            raise UserError(
-                f"{run_path} holds no checkpoint, because method {method.name} trains nothing",
-                "convert again for another plan",
+        if not (method.trains and recipe.train.steps):
+            why = (
+                "the run trained nothing (train.steps = 0)" if method.trains else f"method {method.name} trains nothing"
             )
+            raise UserError(f"{run_path} holds no checkpoint, because {why}", "convert again for another plan")
         raise UserError(
             f"{run_path} holds no checkpoint yet",
             "train it first",

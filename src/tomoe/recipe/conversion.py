@@ -207,9 +207,15 @@ class Recipe(RunRecipe):
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
+        # a method may have other defaults, which `with_defaults` knows
+        if not self.method.name:
+            self._check()
+        return self
+
+    def _check(self) -> None:
+        """Raises UserError for keys that do not go together."""
         for problem in (*self._problems_of_target(), *self._problems_of_learning()):
             raise UserError(problem)
-        return self
 
     def with_defaults(self, defaults: Mapping[str, Any], method: Mapping[str, Any]) -> Self:
         """The same recipe with other defaults (`section.key` -> value) where no value was given, and the settings of a method.
@@ -218,7 +224,9 @@ class Recipe(RunRecipe):
         for key, value in defaults.items():
             section, _, leaf = key.rpartition(".")
             (values.setdefault(section, {}) if section else values).setdefault(leaf, value)
-        return type(self)(**values | {"method": dict(method)})
+        whole = type(self)(**values | {"method": dict(method)})
+        whole._check()
+        return whole
 
     def _problems_of_target(self) -> Iterator[str]:
         rules, form = TARGET_RULES[self.target], self.experts.form
