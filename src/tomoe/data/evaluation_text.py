@@ -13,6 +13,7 @@ from tomoe.data.sources import evaluation_documents
 from tomoe.errors import Advice, UserError
 
 CONTEXT = 1024  # default context length, in tokens
+OFFLOADED_TOKENS = 4096  # of held-out text that models are measured on which are read layer by layer
 
 
 @dataclass(frozen=True)

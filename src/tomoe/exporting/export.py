@@ -86,12 +86,12 @@ def export(
     is written. Raises UserError, and leaves `out` as it was, if the target cannot hold the model, `out` is taken, the disk is
     too full, there is no text, no xllamacpp for a GGUF file, or if the export predicts otherwise.
     """
-    folder = Path(folder)
-    out = Path(out)
+    folder, out = Path(folder), Path(out)
     options = options or Options()
     dtype_of(dtype)
     _check_asked(folder, tokens)
-    moe = load_moe(folder, None, device)
+    # on a CPU weights are pages of their files, which the system takes back if need be
+    moe = load_moe(folder, None, "cpu" if offload else device)
     tokenizer = load_tokenizer(str(folder))
     proof_text = None if unverified else _proof_text(folder, text, tokens)
     choice = choose(moe, name)

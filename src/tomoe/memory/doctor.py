@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from tomoe.budget import Decoding, file_bytes, mlp_params, router_params
 from tomoe.errors import UserError
+from tomoe.memory.duration import durations
 from tomoe.memory.estimate import (
     AvailableMemory,
     MemoryEstimate,
@@ -41,6 +42,7 @@ class Diagnosis:
     """The active share with one expert for a token; as planned if it uses one anyway, or chooses inputs."""
     file_bytes: dict[str, int]  # of the converted model, by format
     works: dict[str, int]  # what could be done with the model, and the bytes of GPU or main memory that it takes
+    seconds: dict[str, float]  # of each stage of a conversion, by products that were timed
 
 
 def examine(recipe: Recipe) -> Diagnosis:
@@ -75,6 +77,7 @@ def examine(recipe: Recipe) -> Diagnosis:
         # no export holds the choice of inputs
         file_bytes={"bf16": files["bf16"]} if layout is None else files,
         works=_works(sizes, recipe, least, num_experts),
+        seconds=durations(sizes, method, recipe),
     )
 
 

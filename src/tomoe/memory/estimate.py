@@ -31,7 +31,7 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
-from tomoe.plans.repair.layers import keeps_tokens
+from tomoe.plans.repair.equations import keeps_tokens
 from tomoe.plans.repair.plan import repair_bytes
 from tomoe.plans.repair.streams import CHUNK_TOKENS
 from tomoe.recipe.conversion import Recipe, RepairSection

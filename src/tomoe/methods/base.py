@@ -13,13 +13,15 @@ from pydantic import ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tomoe.budget import decoder_params
 from tomoe.data.corpus import Corpus
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.plans import AnyPlan
 from tomoe.plans.partition.activations import Activations
-from tomoe.plans.partition.experts import FLOAT32, Experts, Room, fine_bytes, plan_fine
+from tomoe.plans.partition.elimination import elimination_operations
+from tomoe.plans.partition.experts import FLOAT32, Experts, Room, fine_bytes, fine_operations, plan_fine
 from tomoe.plans.partition.layouts import FineLayout, Layout, least_active, settle_layout, tolerance_of
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.recipe.base import BaseRecipe
@@ -154,3 +156,24 @@ class Method:
         kept = shape.num_layers * (layout.num_experts * (shape.hidden_size + 1) * FLOAT32 + 8 * shape.mlp_size)
         activations = fine_bytes(shape, layout, dtype, recipe.data.calibration_tokens)
         return {"experts and routers": kept, "activations of one layer": activations}
+
+    def operations(self, recipe: Recipe, shape: ModelShape, output: int) -> float:
+        """Multiplications and additions of the products that `plan` computes; output: weights of the output matrix."""
+        layout, tokens = self.layout(recipe, shape), recipe.data.calibration_tokens
+        passed = 2 * tokens * decoder_params(shape)
+        if not isinstance(layout, FineLayout):
+            return passed + shape.num_layers * elimination_operations(shape, tokens)
+        return passed + shape.num_layers * (
+            self.grouping(shape, layout, tokens) + fine_operations(shape, layout, tokens)
+        )
+
+    def grouping(self, shape: ModelShape, layout: FineLayout, tokens: int) -> float:
+        """Operations of `experts` for one layer, about; nothing where no matrices are multiplied."""
+        return 0.0
+
+
+def training_operations(recipe: Recipe, shape: ModelShape, output: int) -> float:
+    """Operations of the steps of a recipe: the teacher forward, the student forward and backward to its activations."""
+    train = recipe.train
+    tokens = train.steps * train.batch_size * train.gradient_accumulation_steps * recipe.data.seq_len
+    return 2 * tokens * 3 * (decoder_params(shape) + output)

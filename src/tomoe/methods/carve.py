@@ -17,9 +17,11 @@ from torch import Tensor
 
 from tomoe.methods.base import Method
 from tomoe.methods.registry import method
+from tomoe.model.shape import ModelShape
 from tomoe.plans.partition.activations import Activations
-from tomoe.plans.partition.clusters import balanced_assignment, balanced_clusters
+from tomoe.plans.partition.clusters import CLUSTER_STEPS, balanced_assignment, balanced_clusters
 from tomoe.plans.partition.experts import COMPARED_TOKENS, SHARED, Experts, Room
+from tomoe.plans.partition.layouts import FineLayout
 from tomoe.plans.partition.routers import RidgeRegression, expert_energy
 from tomoe.plans.routing import largest
 
@@ -45,6 +47,13 @@ class Carve(Method):
         expert_F = torch.full((h_TF.shape[1],), SHARED, device=x_TD.device)
         expert_F[routed_n] = assigned_n
         return Experts(expert_F, (router[0], router[1]))
+
+    def grouping(self, shape: ModelShape, layout: FineLayout, tokens: int) -> float:
+        routed, compared = shape.mlp_size - layout.shared, min(tokens, COMPARED_TOKENS)
+        clusters = CLUSTER_STEPS * 4 * routed * compared * layout.num_experts
+        # two more routers from the same factor, and where they send the tokens that neurons are needed by
+        again = REASSIGNMENTS * 4 * tokens * layout.num_experts * (routed + shape.hidden_size)
+        return clusters + again
 
 
 def _routed_experts(

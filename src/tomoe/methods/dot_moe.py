@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe.errors import Advice, UserError
-from tomoe.methods.base import Method, MethodConfig, Task
+from tomoe.methods.base import Method, MethodConfig, Task, training_operations
 from tomoe.methods.carve import Carve
 from tomoe.methods.registry import method
 from tomoe.model.activation_memory import activation_bytes
@@ -311,6 +311,9 @@ class DotMoE(Method):
         notes = train_masks_(training, net.plan, task.text.evaluation, recipe.loss.objective, task.on_progress)
         task.ended("learning")
         return net, notes
+
+    def operations(self, recipe: Recipe, shape: ModelShape, output: int) -> float:
+        return super().operations(recipe, shape, output) + training_operations(recipe, shape, output)
 
     def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
         layout, train, parts = self.layout(recipe, shape), recipe.train, super().peak(recipe, shape, dtype, vocabulary)

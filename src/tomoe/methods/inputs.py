@@ -295,6 +295,10 @@ class Inputs(Method):
         cut = mlp_params(shape, shape.mlp_size) + attention_params(shape, shape.head_dim, shape.head_dim)
         return 1 - (1 - LEAST_INPUTS) * float(shape.num_layers * cut) / decoder_params(shape)
 
+    def operations(self, recipe: Recipe, shape: ModelShape, output: int) -> float:
+        # forward, and backward to the inputs of each layer
+        return 4 * recipe.data.calibration_tokens * (decoder_params(shape) + output)
+
     def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
         tokens = min(recipe.data.seq_len, recipe.data.calibration_tokens)
         return {

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe import distributed
-from tomoe.data.evaluation_text import held_out_text
+from tomoe.data.evaluation_text import OFFLOADED_TOKENS, held_out_text
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checked, read_rows, to_json
 from tomoe.evaluation.speed.timings import Cell
@@ -35,7 +35,6 @@ FORMAT = "tomoe-report-2"  # of the first, texts of the form inputs were the den
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
 # On a CPU, where all texts of a 0.5B took minutes: those that are shown, half as long, and from SLOW weights on a quarter.
 SLOW = 1e9
-OFFLOADED_TOKENS = 4096  # of held-out text that models are measured on which are read layer by layer
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tomoe.data.corpus import Sequences
 from tomoe.errors import Advice, UserError
-from tomoe.methods.base import Method, Task
+from tomoe.methods.base import Method, Task, training_operations
 from tomoe.methods.registry import method
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
@@ -82,6 +82,9 @@ class ToMoE(Method):
             start_(net, task)
             task.ended("carving" if task.recipe.start == "carved" else "start")
         return net
+
+    def operations(self, recipe: Recipe, shape: ModelShape, output: int) -> float:
+        return super().operations(recipe, shape, output) + training_operations(recipe, shape, output)
 
     def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
         layout, train, data = settle_layout(recipe, shape), recipe.train, recipe.data

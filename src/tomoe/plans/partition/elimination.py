@@ -52,6 +52,11 @@ def ranked_by_energy(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Fl
     return ranks, loss
 
 
+def elimination_operations(shape: ModelShape, tokens: int) -> float:
+    """Operations of two Gram matrices of the neurons of one layer, and of their elimination one by one."""
+    return 2 * shape.mlp_size**2 * (tokens + shape.hidden_size + shape.mlp_size)
+
+
 def elimination_bytes(shape: ModelShape, num_experts: int, dtype: torch.dtype, tokens: int) -> int:
     """Bytes that ranking the neurons of one layer, for each of some experts, holds of so many calibration tokens, whose
     activations are of `dtype`."""

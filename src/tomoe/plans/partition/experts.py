@@ -210,6 +210,14 @@ def fine_bytes(shape: ModelShape, layout: FineLayout, dtype: torch.dtype, tokens
     return tokens * rest + max(tokens * running, tokens * held + beside)
 
 
+def fine_operations(shape: ModelShape, layout: FineLayout, tokens: int) -> float:
+    """Operations of one layer's router and of its error with different numbers of experts, beside the pass of the layer."""
+    hidden, routed, experts = shape.hidden_size, shape.mlp_size - layout.shared, layout.num_experts
+    # an exact factor counts twice
+    router = 2 * tokens * hidden**2 + 2 * hidden**3 / 3 + 2 * tokens * experts * (routed + 2 * hidden)
+    return router + ERROR_POINTS * 2 * min(tokens, ERROR_TOKENS) * routed * hidden
+
+
 def error_curve(
     logits_tN: Float[Tensor, "t N"],
     h_tn: Float[Tensor, "t n"],

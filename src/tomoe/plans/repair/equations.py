@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.model.compute_dtype import rounded_products
 
@@ -103,6 +104,21 @@ class FewTokens:
         does."""
         factors, ridge = solve(self.rows @ self.rows.T, self.gaps.T, max(ridge, LEAST_RIDGE), inputs=self.rows.shape[1])
         return factors @ self.rows, ridge
+
+
+def keeps_tokens(tokens: int, inputs: int, rank: int) -> bool:
+    """Whether a matrix is refitted from the rows of its tokens: they take less than the Gram matrix, and one process has all."""
+    return 2 * tokens <= inputs and not rank and distributed.world_size() == 1
+
+
+def equation_operations(inputs: int, outputs: int, tokens: int, rank: int) -> tuple[float, float]:
+    """Operations of one matrix's equations and their solution, in float32 and in float64."""
+    both = 2 * inputs * outputs
+    if keeps_tokens(tokens, inputs, rank):
+        return 2 * tokens**2 * inputs + 2 * tokens * both, tokens**3 / 3 + 2 * tokens**2 * outputs
+    # half of the Gram matrix, the other side, the error of the change
+    plain = tokens * (inputs**2 + both) + inputs * both
+    return plain, inputs**3 / 3 + inputs * both
 
 
 def _root_of_weight(residual_tD: Float[Tensor, "t D"]) -> Float[Tensor, "t 1"]:

@@ -30,7 +30,7 @@ from tomoe.errors import UserError
 from tomoe.model.layerwise import held
 from tomoe.model.mlp import Linear
 from tomoe.plans.masking import LayerMasks
-from tomoe.plans.repair.equations import FewTokens, NormalEquations, Refit, refit
+from tomoe.plans.repair.equations import FewTokens, NormalEquations, Refit, keeps_tokens, refit
 from tomoe.plans.repair.streams import Streams
 
 STREAM_SHARE = {"local": 0.0, "half": 0.5}
@@ -67,11 +67,6 @@ class LayerRepair:
             for of, fit in (("its output projection: ", self.output), ("", self.down))
             if fit is not None and fit.ridge != ridge
         )
-
-
-def keeps_tokens(tokens: int, inputs: int, rank: int) -> bool:
-    """Whether a matrix is refitted from the rows of its tokens: they take less than the Gram matrix, and one process has all."""
-    return 2 * tokens <= inputs and not rank and distributed.world_size() == 1
 
 
 class _Repairing:
