@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_finetune import die_at
 
 import tomoe as package
-from pico_files import INPUTS, CommandLine, fine, refused
+from pico_files import INPUTS, TUNED, CommandLine, Outcome, fine, refused
 from tomoe.evaluation.results import read_rows
 from tomoe.moe.modeling_tomoe import choices_of
-from tomoe.plans import InputsPlan, read_plan
+from tomoe.plans import FINETUNED, InputsPlan, read_plan
 
 pytestmark = pytest.mark.slow
 
@@ -66,12 +69,47 @@ def test_apply_makes_the_same_folder(tomoe: CommandLine, converted_inputs: Path,
         assert (tmp_path / "again" / name).read_bytes() == (converted_inputs / "moe" / name).read_bytes(), name
 
 
+@pytest.mark.usefixtures("one_thread", "always_better", "as_shipped")
+def test_it_is_fine_tuned_like_any_other(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
+    """Stopped and resumed it ends in the same bytes; the result is dialed, measured and tuned again, and says what it is."""
+    given = [*(f"--set={key}" for key in TUNED), "--set=train.learning_rate=1e-3", "--data"]
+
+    def tune(folder: Path, out: str, text: str = "text.txt", *more: str) -> Outcome:
+        return tomoe("finetune", folder, *given, converted_inputs / text, "--steps", "4", "-o", tmp_path / out, *more)
+
+    moe = converted_inputs / "moe"
+    outcome = tune(moe, "whole")
+    assert outcome.code == 0, outcome.err
+    assert "balance" not in outcome.err
+    with pytest.MonkeyPatch.context() as only_here:
+        die_at(3, lambda: signal.raise_signal(signal.SIGTERM), only_here)
+        assert tune(moe, "cut").code == 128 + signal.SIGTERM
+    assert tune(moe, "cut", "text.txt", "--resume").code == 0
+    whole, plan = tmp_path / "whole", read_plan(tmp_path / "whole")
+    for name in ("model.safetensors", "plan.json", "config.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (whole / name).read_bytes(), name
+    assert [row.name for row in read_rows(whole)] == ["dense", "moe", "whole"]
+    assert read_plan(moe) == replace(plan, source=read_plan(moe).source, notes=read_plan(moe).notes)
+    assert "kept_step" in plan.notes[FINETUNED]
+    assert "routers" not in plan.notes[FINETUNED]
+    card = (whole / "README.md").read_text("utf-8")
+    assert "fine-tuned after the conversion" in card
+    assert "4 steps" in card
+    assert "The weights are the dense model's" not in card
+    assert "router" not in card
+    assert "The weights are the dense model's" in (moe / "README.md").read_text("utf-8")
+    counts = [[c.count for c in choices_of(package.load(whole, active=active)[0])] for active in (0.5, 0.8)]
+    assert all(a <= b for a, b in zip(*counts, strict=True))
+    dense, *dialed = package.evaluate([str(converted_inputs / "dense"), str(whole)], active=[0.5, 1.0])
+    assert dense.measurement.perplexity != dialed[1].measurement.perplexity, "the weights are other ones"
+    refused(tomoe("apply", whole, converted_inputs / "dense", "-o", tmp_path / "no"), "fine-tuned after folding")
+    assert tune(whole, "again").code == 0
+    assert read_plan(tmp_path / "again").notes[FINETUNED]["dense"] == read_plan(moe).source
+
+
 def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
     folder, dense, out = converted_inputs / "moe", converted_inputs / "dense", tmp_path / "out"
     refused(tomoe("export", folder, "-o", out), "no engine supports sparse inputs", "--method carve")
-    refused(
-        tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "sparse inputs", "--method carve"
-    )
     refused(tomoe("repair", folder, "-o", out), "sparse inputs", "--method carve")
     refused(tomoe("route", folder, "the sea"), "has no routers")
     refused(tomoe("doctor", folder), "choose inputs already")

@@ -288,7 +288,7 @@ def mask_of(x_TD: Tensor, norms_D: Tensor, count: int) -> tuple[Tensor, float]:
     the last one is above the next, wherever that is least.
     """
     # x_i alone would not do: what an input adds to the output is x_i times a column of the matrix
-    scores_TD, order_TD = (x_TD.float().abs() * norms_D).sort(dim=-1, descending=True, stable=True)
+    scores_TD, order_TD = (x_TD.detach().float().abs() * norms_D.detach()).sort(dim=-1, descending=True, stable=True)
     margin = float((1 - scores_TD[..., count] / scores_TD[..., count - 1]).min())
     return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True), margin
 

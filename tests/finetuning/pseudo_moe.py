@@ -23,7 +23,7 @@ from tomoe.finetuning.students import (
 )
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plans import LayerPlan, Plan
+from tomoe.plans import Plan
 from tomoe.plans.masking import masked, planned_masks
 from tomoe.plans.routing import balance_penalty
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -34,7 +34,7 @@ class PseudoMoE(MoEStudent):
 
     def __init__(self, dense: PreTrainedModel, plan: Plan, recipe: FinetuneRecipe):
         assert recipe.weights == "full"
-        self.model, self.plan, self.layers = dense, plan, None
+        self.model, self.plan = dense, plan
         layers = [
             replace(
                 layer,
@@ -58,7 +58,10 @@ class PseudoMoE(MoEStudent):
         with masked(self.model, self.masks):
             yield lambda: balance_penalty([m.routing.select(valid) for m in self.masks if m.routing is not None])
 
-    def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
+    def finish(self, version: str, dtype: torch.dtype = torch.float32) -> tuple[ToMoEForCausalLM, Plan]:
         dense = _merged(self.model, self.learned, None)
-        layers = _with_routers(self.plan, self.routers)
-        return fold(dense, replace(self.plan, layers=tuple(layers)), version), layers
+        plan = replace(self.plan, layers=tuple(_with_routers(self.plan, self.routers)))
+        return fold(dense.to(dtype), plan, version), plan
+
+    def write_(self) -> None:
+        self.learned.write_()

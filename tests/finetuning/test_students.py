@@ -73,8 +73,8 @@ def trained(
         # at 1e-8 a single weight whose gradient is rounding (8e-9) moves as far as any other
         group["eps"] = 1e-6
     training.train()
-    moe, layers = learner.finish("")
-    return moe, Plan(plan.shape, tuple(layers)), fold(make_pico(family), plan)
+    moe, after = learner.finish("")
+    return moe, after, fold(make_pico(family), plan)
 
 
 def gradients(
@@ -189,8 +189,8 @@ def test_a_bias_is_learned_for_the_weights_that_the_plan_holds() -> None:
     master = dict(learner.learned.named_parameters())["router/0/weight"]
     assert not torch.equal(master, master.bfloat16().float())
     assert torch.equal(router.weight, master.bfloat16().float())
-    _, layers = learner.finish("")
-    assert torch.equal(layers[0].router_weight, master.bfloat16().float())
+    _, plan = learner.finish("")
+    assert torch.equal(plan.layers[0].router_weight, master.bfloat16().float())
 
 
 def test_what_stays_as_it_is(tmp_path: Path) -> None:

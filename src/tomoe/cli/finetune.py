@@ -57,6 +57,6 @@ def finetune(
         return
     console = output()
     console.print(tables.to_rich(rows))
-    found = [*warnings.find_warnings(plans.Plan.load(out), rows[-1:]), *warnings.find_worsening(*rows[-2:])]
+    found = [*warnings.find_warnings(plans.read_plan(out), rows[-1:]), *warnings.find_worsening(*rows[-2:])]
     show_warnings(console, found)
     console.say(f"\nModel, plan and card are in {out}: a converted model like any other.")

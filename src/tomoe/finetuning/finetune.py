@@ -33,7 +33,7 @@ from tomoe.model.loading import (
 )
 from tomoe.model.names import located, resolve
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
-from tomoe.plans import FINETUNED, Plan
+from tomoe.plans import FINETUNED, AnyPlan, Plan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -57,7 +57,7 @@ class Origin:
     """A converted folder: its plan, the dtype its weights are stored in, and the name of its dense model."""
 
     folder: Path
-    plan: Plan
+    plan: AnyPlan
     stored: str
     dense: str
 
@@ -67,7 +67,7 @@ class Origin:
         if not recipe.model:
             raise UserError("the recipe names no model; name a folder that `tomoe convert` wrote")
         folder = Path(recipe.model)
-        stored, plan = stored_dtype(folder), Plan.load(folder)
+        stored, plan = stored_dtype(folder), read_plan(folder)
         dense = recipe.dense or str(plan.recipe.get("model", ""))
         if not dense:
             raise UserError(f"the plan of {folder} names no dense model", NAME_DENSE)
@@ -136,7 +136,8 @@ def tuning(recipe: FinetuneRecipe) -> Tuning:
     outside = output * (1 if config.tie_word_embeddings else 2)
     rank, eight_bit = recipe.lora.rank if recipe.weights == "lora" else 0, recipe.train.optimizer == "adamw8bit"
     itemsize, checkpointing = origin.dtype(recipe).itemsize, recipe.train.gradient_checkpointing
-    return Tuning(shape, outside, output, origin.plan.num_experts, itemsize, rank, eight_bit, checkpointing)
+    experts = origin.plan.num_experts if isinstance(origin.plan, Plan) else 0
+    return Tuning(shape, outside, output, experts, itemsize, rank, eight_bit, checkpointing)
 
 
 @distributed.locks_out("finetune")
@@ -146,7 +147,7 @@ def finetune(
     resume: bool = False,
     force: bool = False,
     on_progress: ProgressCallback = no_progress,
-) -> Plan:
+) -> AnyPlan:
     """Fine-tune a converted model's weights and routers to recover quality, and write the result as a converted folder.
 
     recipe: `recipe.model` is a folder that `convert` wrote. out: the folder to write; the run is kept in its subfolder `run`.
@@ -192,7 +193,7 @@ def finetune(
         write_cost(run.path / "cost.json", recipe.train, student.model, corpus, watch, resumed)
 
     distributed.on_rank_zero(finish)
-    return Plan.load(out)
+    return read_plan(out)
 
 
 def _keep_earlier_text(old: Path, run: RunFolder) -> None:
@@ -251,15 +252,12 @@ def save(
 ) -> None:
     """Write the result as a converted folder. Its plan belongs to the weights in this folder and no others, so its `source`
     is their hash; the dense model's hash is in its notes."""
-    moe, layers = student.finish(__version__)
-    for name, p in moe.named_parameters():
-        if "router." not in name:
-            p.data = p.data.to(getattr(torch, origin.stored))
+    moe, plan = student.finish(__version__, getattr(torch, origin.stored))
     moe.config.tomoe_plan_source = fingerprint(moe)
-    t, plan = recipe.train, origin.plan
+    t = recipe.train
     note = {
         "weights": recipe.weights,
-        "routers": recipe.routers,
+        **({"routers": recipe.routers} if student.routers else {}),
         "objective": recipe.loss.objective,
         "steps": t.steps,
         "tokens": t.steps * t.batch_size * t.gradient_accumulation_steps * corpus.train.input_ids.shape[1],
@@ -274,9 +272,7 @@ def save(
         "transformers": transformers.__version__,
         "tomoe": __version__,
     }
-    tuned_plan = replace(
-        plan, layers=tuple(layers), source=moe.config.tomoe_plan_source, notes=plan.notes | {FINETUNED: note}
-    )
+    tuned_plan = replace(plan, source=moe.config.tomoe_plan_source, notes=plan.notes | {FINETUNED: note})
     save_moe(moe, tuned_plan, tokenizer, out, force, check=True)
     if plan.recipe:
         Recipe(**plan.recipe).save(out / "recipe.json")
@@ -299,5 +295,5 @@ def measure(
         return rows
     atomic_write(out / "evaluation.json", to_json(rows))
     command = command or f"tomoe finetune {shown_name(recipe.model)} --recipe run/recipe.json -o {basename(out)}"
-    write_card(out, Plan.load(out), rows, base_model=origin.dense, command=command)
+    write_card(out, read_plan(out), rows, base_model=origin.dense, command=command)
     return rows

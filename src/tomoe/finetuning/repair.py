@@ -44,12 +44,14 @@ def repair(
     Raises UserError if the folder holds no conversion or a fine-tuned one, its dense model changed, or no text is there.
     """
     origin = Origin.of(FinetuneRecipe(model=str(folder), dense=dense))
-    if FINETUNED in origin.plan.notes:
+    # which refuses a plan of another form
+    old = origin.plan if isinstance(origin.plan, Plan) else Plan.load(folder)
+    if FINETUNED in old.notes:
         raise UserError(
             f"{folder} was fine-tuned after folding, and repair starts from the dense weights; repair before that"
         )
     refuse_overwriting(out, force, origin.dense)
-    recipe = Recipe(**origin.plan.recipe)
+    recipe = Recipe(**old.recipe)
     recipe = recipe.changed([*(["repair.mode=full"] if recipe.repair.mode == "none" else []), *changes])
     if recipe.repair.mode == "none":
         raise UserError("repair.mode is none, so there is nothing to do; set it to full or low_rank")
@@ -68,7 +70,7 @@ def repair(
     text = corpus.fitting_text(recipe.repair.tokens)
     run = out / "run"
     distributed.on_rank_zero(lambda: run.mkdir(parents=True, exist_ok=True))
-    plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress, run, base.dtype)
+    plan = repair_plan(old, model, text.input_ids, text.mask, recipe.repair, on_progress, run, base.dtype)
     plan = replace(plan, recipe=recipe.model_dump(mode="json"), notes=plan.notes | {"tomoe": __version__})
 
     def write() -> None:

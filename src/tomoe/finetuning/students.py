@@ -1,7 +1,8 @@
 """Fine-tuning: which weights of a converted model are trained, and one training step.
 
 The model routes as at inference, without noise; `route` gives routers their gradient. The paper's pseudo-MoE, the dense
-model under the plan's masks (Eq. 17, Appendix B.3), gets the same gradients; the tests keep it as the reference.
+model under the plan's masks (Eq. 17, Appendix B.3), gets the same gradients; the tests keep it as the reference. Where tokens
+choose inputs, every token of every pass does, and gradients flow through the chosen inputs.
 
 Letters: B sequences, S tokens of one, T tokens, D hidden size, N experts.
 """
@@ -25,8 +26,8 @@ from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.model.hooks import hooked
 from tomoe.model.running import family_head, hidden_states
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plans import LayerPlan, Plan
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, column_norms, matrix_of
+from tomoe.plans import AnyPlan, LayerPlan, Plan
 from tomoe.plans.routing import ExpertRouter, Routing, balance_penalty, bfloat16_values, route
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.seeds import derive_seed
@@ -87,43 +88,56 @@ Balance = Callable[[], Float[Tensor, ""]]  # the balance term of the forward pas
 class MoEStudent:
     """The converted model itself, with shared neurons, on the expert backend that its config names."""
 
-    def __init__(self, moe: ToMoEForCausalLM, plan: Plan, recipe: FinetuneRecipe):
+    def __init__(self, moe: ToMoEForCausalLM, plan: AnyPlan, recipe: FinetuneRecipe):
         self.model, self.plan = moe, plan
         self.mlps = moe.mlps()
         self.routers: list[nn.Linear] = [mlp.router for mlp in self.mlps]
         frozen = {id(p) for name, p in moe.named_parameters() if "router." in name} | _frozen_embeddings(moe)
-        names = [name for name, _ in moe.named_parameters()]
-        attention = [n.removesuffix(".weight") for n in names if n.endswith(tuple(f"{a}.weight" for a in ATTENTION))]
-        rows = [name for name in names if name.endswith(ROWS)]
-        self.adapters = _adapt(moe, recipe, attention, rows)
+        self.adapters = _adapt(moe, recipe)
         # what the plan will hold, so that a bias is learned for these values
         rounded = {id(router.weight) for router in self.routers if router.bias is not None}
         self.learned = Fp32MasterWeights(
             _trained_weights(moe, frozen, self.adapters) + _trained_routers(self.routers, recipe), rounded
         )
+        self.prompts, moe.config.tomoe_prompts = moe.config.tomoe_prompts, "chosen"
+
+    def write_(self) -> None:
+        """Bring what runs up to date with what was learned: weights, and the norms that tokens choose inputs by."""
+        self.learned.write_()
+        _renew_norms_(self.model)
 
     @contextmanager
     def running(self, valid: Bool[Tensor, " T"] | None) -> Iterator[Balance]:
         """Follow the routing of the `valid` tokens (None: of all) in every layer; the yielded function returns the balance
-        term after a forward pass."""
+        term after a forward pass: 0 without routers."""
         routings: dict[int, Routing] = {}
 
         def note(i: int, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
             routings[i] = route(logits if valid is None else logits[valid], self.mlps[i].top_k)
 
-        with hooked(router.register_forward_hook(partial(note, i)) for i, router in enumerate(self.routers)):
-            yield lambda: balance_penalty([routings[i] for i in range(len(self.routers))])
+        def balance() -> Float[Tensor, ""]:
+            seen = [routings[i] for i in range(len(self.routers))]
+            return balance_penalty(seen) if seen else torch.zeros(())
 
-    def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
-        """The trained model with ordinary weights, and the layers of its plan with the routers as they are now."""
+        with hooked(router.register_forward_hook(partial(note, i)) for i, router in enumerate(self.routers)):
+            yield balance
+
+    def finish(self, version: str, dtype: torch.dtype = torch.float32) -> tuple[ToMoEForCausalLM, AnyPlan]:
+        """The trained model with ordinary weights of `dtype`, and its plan with the routers as they are now."""
         moe = _merged(self.model, self.learned, self.adapters)
-        layers = _with_routers(self.plan, self.routers)
-        for router, layer in zip(self.routers, layers, strict=True):
-            router.weight.data = layer.router_weight.to(router.weight.device)
-            if layer.router_bias is not None:
-                router.bias.data = layer.router_bias.to(router.bias.device)
-        moe.config.tomoe_version = version
-        return moe, layers
+        plan = self.plan
+        if isinstance(plan, Plan):
+            plan = replace(plan, layers=tuple(_with_routers(plan, self.routers)))
+            for router, layer in zip(self.routers, plan.layers, strict=True):
+                router.weight.data = layer.router_weight.to(router.weight.device)
+                if layer.router_bias is not None:
+                    router.bias.data = layer.router_bias.to(router.bias.device)
+        for name, p in moe.named_parameters():
+            if "router." not in name:
+                p.data = p.data.to(dtype)
+        _renew_norms_(moe)
+        moe.config.tomoe_version, moe.config.tomoe_prompts = version, self.prompts
+        return moe, plan
 
 
 class FinetuneStep:
@@ -139,7 +153,7 @@ class FinetuneStep:
         ids = batch.input_ids.to(model.device)
         # asked where the mask is, as a device would have to be waited for
         mask = None if bool(batch.mask.all()) else batch.mask.to(model.device)
-        self.student.learned.write_()
+        self.student.write_()
         teacher_hidden = None
         if self.teacher is not None:
             with torch.inference_mode():
@@ -153,7 +167,8 @@ class FinetuneStep:
             if recipe.loss.balance_weight and recipe.routers == "learned":
                 loss = distill + recipe.loss.balance_weight * balance
             (loss / recipe.train.gradient_accumulation_steps).backward()
-        return {"loss": loss.detach(), "distill": distill.detach(), "balance": balance.detach()}
+        terms = {"loss": loss.detach(), "distill": distill.detach()}
+        return terms | ({"balance": balance.detach()} if self.student.routers else {})
 
 
 class HeldOutLoss:
@@ -167,7 +182,7 @@ class HeldOutLoss:
     def __call__(self) -> float:
         student, teacher, total = self.step.student, self.step.teacher, 0.0
         model = student.model
-        student.learned.write_()
+        student.write_()
         for i in range(distributed.rank(), len(self.text), distributed.world_size()):
             ids, mask = (t[i : i + 1].to(model.device) for t in (self.text.input_ids, self.text.mask))
             if i not in self.expected:
@@ -211,26 +226,60 @@ def check_packages(recipe: FinetuneRecipe) -> None:
             )
 
 
-def _adapt(model: PreTrainedModel, recipe: FinetuneRecipe, modules: list[str], parameters: list[str]) -> Any:
-    """Put adapters beside these parts of `model`, in place; None if all weights are trained."""
+def _adapt(model: ToMoEForCausalLM, recipe: FinetuneRecipe) -> Any:
+    """Put adapters beside attention and MLPs of `model`, in place; None if all weights are trained."""
     if recipe.weights == "full":
         return None
     from peft import LoraConfig, get_peft_model
 
+    names = [name for name, _ in model.named_parameters()]
+    modules = [n.removesuffix(".weight") for n in names if n.endswith(tuple(f"{a}.weight" for a in ATTENTION))]
+    if model.config.chooses_inputs:
+        chosen = {id(projection) for _, projections in model.choices() for projection in projections}
+        modules = [name for name, module in model.named_modules() if id(module) in chosen or name in modules]
     config = LoraConfig(
         r=recipe.lora.rank, lora_alpha=recipe.lora.alpha, lora_dropout=0.0, bias="none",
-        target_modules=modules, target_parameters=parameters or None,
+        target_modules=modules, target_parameters=[name for name in names if name.endswith(ROWS)] or None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "adapters"))
-        return get_peft_model(model, config)
+        adapters = get_peft_model(model, config)
+    _let_choose_before_(model)
+    return adapters
+
+
+def _let_choose_before_(model: ToMoEForCausalLM) -> None:
+    """Let tokens choose inputs before adapters, which see what the projections beside them see."""
+    for choice, projections in model.choices():
+        for projection in projections:
+            hooks = projection.base_layer._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if hook == choice.before]:
+                del hooks[key]
+    model.let_choose()
 
 
 def _merged(model: Any, learned: Fp32MasterWeights, adapters: Any) -> Any:
     """The model with ordinary, frozen weights."""
     learned.write_()
-    model = model if adapters is None else adapters.merge_and_unload()
+    if adapters is not None:
+        model = adapters.merge_and_unload()
+        model.let_choose()
     return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def _renew_norms_(model: ToMoEForCausalLM) -> None:
+    """Let tokens choose inputs by the norms of the weights as they are now."""
+    for choice, projections in model.choices():
+        choice.norms.copy_(column_norms([_with_adapters(projection) for projection in projections]))
+
+
+def _with_adapters(projection: Any) -> Float[Tensor, "n D"]:
+    """The matrix that a projection and its adapters are together."""
+    matrix = matrix_of(getattr(projection, "base_layer", projection))
+    for name in getattr(projection, "active_adapters", ()):
+        matrix = matrix + projection.lora_B[name].weight @ projection.lora_A[name].weight * projection.scaling[name]
+    return matrix
 
 
 def _with_routers(plan: Plan, routers: Sequence[nn.Linear | ExpertRouter]) -> list[LayerPlan]:

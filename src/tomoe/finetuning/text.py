@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.data.corpus import Corpus, Sequences, evaluation_part, joined, prepare
 from tomoe.errors import Advice, UserError
 from tomoe.evaluation.compare import kept_corpora, shared_tokens
-from tomoe.plans import FINETUNED, REPAIRED, Plan
+from tomoe.plans import FINETUNED, REPAIRED, AnyPlan
 from tomoe.progress import ProgressCallback, stage_callback
 from tomoe.recipe.finetuning import FinetuneRecipe
 
@@ -23,7 +23,7 @@ from tomoe.recipe.finetuning import FinetuneRecipe
 def finetuning_text(
     recipe: FinetuneRecipe,
     converted: Path,
-    plan: Plan,
+    plan: AnyPlan,
     tokenizer: PreTrainedTokenizerBase,
     dense: PreTrainedModel | None,
     on_progress: ProgressCallback,
@@ -60,7 +60,7 @@ def finetuning_text(
     return replace(corpus, train=unfitted_first(corpus.train, fitted, size, sequences))
 
 
-def fitted_text(converted: Path, plan: Plan) -> Sequences | None:
+def fitted_text(converted: Path, plan: AnyPlan) -> Sequences | None:
     """The text that a converted folder with this plan was fitted to: all that it kept, but of a conversion without training
     steps only what it was carved from and repaired on; None if it kept none."""
     corpora = kept_corpora(converted)

@@ -646,7 +646,9 @@ def few(x: Tensor) -> bool:
 def column_norms(matrices: Sequence[Tensor]) -> Tensor:
     """Norms [D] of the columns of matrices [n, D], one upon another; summed in float64, so that no order of memory matters, and
     rounded to bfloat16 values, so that every dtype holds them."""
-    squares = [torch.linalg.vector_norm(matrix, dim=0, dtype=torch.float64).square() for matrix in matrices]
+    # squares of bfloat16 numbers would be as coarse; norms in float64 take twice as long, a twentieth of a training step
+    precise = (matrix.to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
+    squares = [matrix.square().sum(0, dtype=torch.float64) for matrix in precise]
     return torch.stack(squares).sum(0).sqrt().bfloat16().float()
 
 
@@ -654,8 +656,8 @@ class Choice(nn.Module):
     """Lets tokens use some inputs x [.., D] of the projections of one kind in one layer, which all read the same x.
 
     A token uses those with the largest |x_i| c_i, c_i the norm of column i of all their matrices, one upon another. The norms
-    are stored with the weights and are those of the conversion: whatever is written to the weights later, a model chooses as
-    its saved copy does.
+    are stored with the weights and are those of the conversion, or of `tomoe finetune`: whatever else is written to the weights
+    later, a model chooses as its saved copy does.
     """
 
     norms: Tensor
@@ -736,7 +738,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         for choice, projections in self.choices():
             if not any(projection.weight.is_meta for projection in projections):
                 choice.norms = column_norms([matrix_of(projection) for projection in projections])
-        self._let_choose()
+        self.let_choose()
 
     def choices(self) -> Iterator[tuple[Choice, list[Any]]]:
         """The choices of a model of the form `inputs` with the projections that each is for, layer by layer."""
@@ -745,7 +747,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
             for kind, choice in layer.tomoe_choices.items():
                 yield choice, [layer.get_submodule(own) for own in self.config.tomoe_projections[kind]]
 
-    def _let_choose(self) -> None:
+    def let_choose(self) -> None:
         """Have the choices made before the projections run. Quantizers put others in their place as they load."""
         for choice, projections in self.choices():
             for projection in projections:
@@ -806,7 +808,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.check_ids()
         model.check_finite()
-        model._let_choose()
+        model.let_choose()
         # Loading made new parameters.
         for router in (module for module in model.modules() if isinstance(module, ValueRouter)):
             router.requires_grad_(False)

@@ -192,7 +192,7 @@ class Plan:
         head, tensors = read_head(folder), folder / "plan.safetensors"
         if is_of_inputs(head):
             raise UserError(
-                f"{folder} uses sparse inputs, with unchanged dense weights, and this command needs experts",
+                f"{folder} uses sparse inputs, and this command needs experts",
                 Advice("method.name", "to convert the model to experts", "carve", here=False),
             )
         if not tensors.is_file():

@@ -114,7 +114,8 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
     figure.legend(loc="outside upper left", ncols=3)
     most = "" if planned is None else " ({} experts in the layer that uses most)"
     numbers = ", ".join(f"{y:.4g} at {x:.0%}{most.format(k)}" for x, y, k in points)
-    refitted = " Projections were refitted for the planned number, so with all experts it need not be the dense model."
+    changed = "The weights were fine-tuned" if FINETUNED in plan.notes else "Projections were refitted"
+    refitted = f" {changed} for the planned number, so with all {unit} it need not be the dense model."
     return CaptionedFigure(
         "dial",
         "Quality against active parameters, one folder",

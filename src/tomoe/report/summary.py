@@ -81,8 +81,9 @@ def _summary_of_inputs(plan: InputsPlan, recipe: Recipe | None) -> list[tuple[st
         lines.append(("Decoding", decoding.sentence_without_routers(plan.active_fraction())))
     if recipe is None:
         return lines
-    text = f"how many inputs each projection gets was found on {recipe.data.calibration_tokens:,} tokens; nothing was trained"
-    return [*lines, *_method(plan), ("Budget", text), *_origin(plan, recipe)]
+    text = f"how many inputs each projection gets was found on {recipe.data.calibration_tokens:,} tokens"
+    finetuning = _finetuning(plan) or [("Learning", "none")]
+    return [*lines, *_method(plan), ("Budget", text), *finetuning, *_origin(plan, recipe)]
 
 
 def _method(plan: AnyPlan) -> list[tuple[str, str]]:
@@ -160,19 +161,20 @@ def _repair(plan: Plan) -> list[tuple[str, str]]:
     return [("Repair", f"{which} refitted in closed form{tokens}{rank}{gain}")]
 
 
-def _finetuning(plan: Plan) -> list[tuple[str, str]]:
+def _finetuning(plan: AnyPlan) -> list[tuple[str, str]]:
     note = plan.notes.get(FINETUNED)
     if not note:
         return []
     known = {key: str(note.get(key, "?"))[:80] for key in ("steps", "tokens", "weights", "objective", "routers")}
     parts = "all decoder weights" if known["weights"] == "full" else "low-rank adapters, merged"
+    routers = f", routers {known['routers']}" if isinstance(plan, Plan) else ""
     aim = "what the dense model predicts" if known["objective"] == "kl" else "the next token"
     names = note.get("sources")
     sources = ", ".join(map(str, names))[:200] if isinstance(names, list) else "text that is not named"
     kept = note.get("kept_step", note.get("steps"))
     best = "" if kept == note.get("steps") else f" (step {str(kept)[:80]} was best on held-out text and is kept)"
     read = f"{known['steps']} steps{best}, {known['tokens']} tokens of {sources}"
-    how = f"{read}; {parts}, routers {known['routers']}, towards {aim}"
+    how = f"{read}; {parts}{routers}, towards {aim}"
     return [("Fine-tuning", how + "; the plan belongs to these weights, not to those of the dense model")]
 
 

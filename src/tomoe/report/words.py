@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from tomoe.plans import AnyPlan, InputsPlan, Plan
+from tomoe.plans import FINETUNED, AnyPlan, InputsPlan, Plan
 
 DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 
@@ -162,9 +162,10 @@ class InputsWords(FormWords):
         shares = ", ".join(
             f"{sum(used[kind]) / sum(plan.widths[kind]):.0%} of those of {self.titles[kind]}" for kind in plan.names
         )
+        weights = "" if FINETUNED in plan.notes else " The weights are the dense model's."
         return (
-            f"the inputs of each projection with the largest |x| times the norm of their column: on average {shares}. The "
-            "weights are the dense model's. Every token chooses, in prompts and batches, too"
+            f"the inputs of each projection with the largest |x| times the norm of their column: on average {shares}.{weights} "
+            "Every token chooses, in prompts and batches, too"
         )
 
     def card(self, plan: InputsPlan, dialed: bool) -> str:

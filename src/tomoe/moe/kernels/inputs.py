@@ -27,8 +27,8 @@ UNPREPARED = "it was loaded by transformers alone; load it by `tomoe.load`, or g
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], norms are [D].
 def finds_largest(x: Tensor, norms: Tensor, count: int) -> bool:
-    """Whether the kernel can find the largest inputs: on a CPU, in a dtype that it knows, without gradients."""
-    if torch.compiler.is_compiling() or not x.is_cpu or x.dtype not in DTYPES or not x.numel() or learns(x, ()):
+    """Whether the kernel can find the largest inputs: on a CPU, in a dtype that it knows."""
+    if torch.compiler.is_compiling() or not x.is_cpu or x.dtype not in DTYPES or not x.numel():
         return False
     return kernel() is not None
 
@@ -39,10 +39,15 @@ def obstacle(x: Tensor, norms: Tensor, count: int) -> str | None:
 
 
 def largest(x: Tensor, norms: Tensor, count: int) -> Tensor:
-    """x with zeros in place of all numbers but the largest of each token, by the kernel."""
+    """x with zeros in place of all numbers but the largest of each token, by the kernel. A gradient flows through these."""
     found = kernel()
     assert found is not None
-    return found.keep(x, norms.float(), count)
+    kept = found.keep(x.detach(), norms.float(), count)
+    if not learns(x, ()):
+        return kept
+    which = kept != 0
+    # a zero may have been chosen, too, and its gradient counts
+    return x * which if bool((which.sum(-1) == count).all()) else chosen_inputs(x, norms, count)
 
 
 class InputsLinear(nn.Linear):
