@@ -9,12 +9,12 @@ venv=.venv
 
 usage() {
     cat <<'END'
-./run.sh demo      download SmolLM2-135M, convert it by inputs and to experts, compare each with it, write two reports
+./run.sh demo      download SmolLM2-135M, convert it to sparse inputs and to an MoE, compare each with it, write two reports
 ./run.sh check     lint, types and the fast tests, in about a minute (the first time two: mypy has no cache)
 ./run.sh test      lint, types and all tests
 ./run.sh engines   run stock exports in vLLM on the CPU and compare them with transformers
 
-Each creates .venv (engines: .venv-engines, some 3 GB) first and reuses it while pyproject.toml and these settings stay
+Each creates .venv (engines: .venv-engines, about 3 GB) first and reuses it while pyproject.toml and these settings stay
 the same:
 
 TOMOE_PYTHON     Python that creates it, 3.11 or newer (default: python3); vLLM was run on 3.11
@@ -95,7 +95,7 @@ demo() {
 
 # demonstrate FORM OPTION...
 demonstrate() {
-    printf '\nSmolLM2-135M by %s, 70 %% active\n' "$1"
+    printf '\nSmolLM2-135M to %s, 70%% active\n' "$1"
     # --resume continues an interrupted demo; --force lets a finished one write its report again
     .venv/bin/tomoe convert smollm2-135m --recipe demo "${@:2}" --out "demo-out/$1" --resume --force
 }

@@ -91,15 +91,15 @@ class Decoding:
         """What bounds decoding where tokens choose no experts."""
         share = self.read(active) / (self.decoder + self.output)
         return (
-            f"One sequence can be written at most {self.speedup(active):.2f} times as fast as by the dense model: at "
+            f"One sequence can decode at most {self.speedup(active):.2f} times as fast as by the dense model: at "
             f"{active:.0%} a token reads {share:.0%} of its weights, the output matrix among them"
         )
 
     def sentence(self, least: float, active: float) -> str:
         """What is always read, and the bounds with one expert of a token and as converted."""
         return (
-            f"{self.always:.0%} of the weights that writing a token reads are always read (attention, output matrix, routers), "
-            f"so one sequence can be written at most {self.speedup(least):.1f} times as fast as by the dense model with one "
+            f"{self.always:.0%} of the weights that decoding a token reads are always read (attention, output matrix, routers), "
+            f"so one sequence can decode at most {self.speedup(least):.1f} times as fast as by the dense model with one "
             f"expert ({least:.0%} active), and {self.speedup(active):.1f} times at {active:.0%}"
         )
 

@@ -125,12 +125,12 @@ def _record(card: Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of an untrusted file. Raises UserError if it cannot be read, is no ordinary file (a pipe never ends), is too
+    """The text of an untrusted file. Raises UserError if it cannot be read, is not a regular file (a pipe never ends), is too
     large, or is not UTF-8."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is no ordinary file; it is damaged or malicious")
+            raise UserError(f"{path} is not a regular file; it is damaged or malicious")
         if status.st_size > _MAX_TEXT:
             raise UserError(
                 f"{path} has {status.st_size:,} bytes, more than any such file needs; it is damaged or malicious"
@@ -223,7 +223,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex. Raises OSError, also for what is no ordinary file: a pipe never ends."""
+    """SHA-256 of a file, in hex. Raises OSError, also for what is not a regular file: a pipe never ends."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as file:
@@ -246,7 +246,7 @@ def failed_checksums(folder: Path) -> tuple[int, list[str]]:
     lines = [line.partition("  ") for line in read_text(folder / SUMS).splitlines()]
     for _, _, name in lines:
         if not is_plain_filename(name):
-            raise UserError(f"{folder / SUMS} names {name[:100]!r}, which is no file of that folder")
+            raise UserError(f"{folder / SUMS} names {name[:100]!r}, which is not a file in that folder")
     failed = [name for digest, _, name in lines if not (folder / name).is_file() or sha256(folder / name) != digest]
     return len(lines), failed
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_held_is_refused_in_one_sentence_and_auto_takes_the_own_f
     assert "no gate" in phi
     assert "these can: hf" in phi
     assert refusal(make_pico("qwen2"), "mixtral").startswith(
-        "mixtral cannot hold this model exactly: its Q, K and V projections have biases; these can: gguf, hf"
+        "mixtral cannot represent this model exactly: its Q, K and V projections have biases; these can: gguf, hf"
     )
     assert "normalizes Q and K" in refusal(make_pico("qwen3"), "mixtral")
     assert "output has a bias" in refusal(make_pico("llama", attention_bias=True), "mixtral")

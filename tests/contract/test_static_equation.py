@@ -110,7 +110,7 @@ def test_what_a_dense_class_cannot_hold_is_refused_in_one_sentence() -> None:
     [
         (["experts.num_experts=4"], "holds 1 expert a layer"),
         (["attention.pruning=static"], "has whole heads of attention"),
-        (["experts.form=fine"], "no place for experts.form = fine"),
+        (["experts.form=fine"], "does not support experts.form = fine"),
     ],
 )
 def test_a_recipe_that_asks_for_more_than_a_dense_class_holds_is_refused(keys: list[str], words: str) -> None:

@@ -49,7 +49,7 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     assert rows[-1].usage.per_token == [64, 64]
 
     # kept in the folder for its report
-    assert f"The points are kept in {folder / 'dial.json'}" in done.out.replace("\n", "")
+    assert f"The measurements are saved in {folder / 'dial.json'}" in done.out.replace("\n", "")
     assert read_rows(folder, DIAL) == rows
     shown = tomoe("report", folder)
     assert shown.code == 0, shown.err

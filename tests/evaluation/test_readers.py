@@ -61,7 +61,7 @@ def test_a_tokenizer_that_divides_the_text_otherwise_is_named(tmp_path: Path, te
     )
     with_tokenizer(tmp_path / "other", other, 260)
     with pytest.warns(
-        Note, match=r"other reads the text in the tokens of .*one; its own tokenizer divides it otherwise"
+        Note, match=r"other reads the text in the tokens of .*one; its own tokenizer would split it differently"
     ):
         evaluate([one, tmp_path / "other"], text, **SMALL)
 

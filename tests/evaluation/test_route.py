@@ -173,7 +173,7 @@ def test_the_command_names_the_strongest_of_fine_grained_experts(tomoe: CommandL
     shown = tomoe("route", converted_fine / "moe", "ab 12 " * 30, "--layer", "1")
     assert shown.code == 0, shown.err
     assert re.fullmatch(
-        r"layer 1: \d+ of 64 experts a token, the strongest:(  +\d+  +\d+%){1,6}(  others \d+%)?\n"
+        r"layer 1: \d+ of 64 experts per token, the strongest:(  +\d+  +\d+%){1,6}(  others \d+%)?\n"
         r"[ab12 ₀-₉]+\n\n",
         shown.out,
     ), shown.out

@@ -52,13 +52,13 @@ def test_a_batch_as_large_as_fits_is_said_and_kept(tmp_path: Path, monkeypatch: 
     words += ["train.steps=1", "train.batch_size=0"]
     words += ["train.optimizer=adamw8bit"] if find_spec("bitsandbytes") else []
     made = FinetuneRecipe.load(None, words)
-    with pytest.warns(Note, match="1 a forward pass, 16 tokens a step; a CPU gains nothing from more"):
+    with pytest.warns(Note, match="1 per forward pass, 16 tokens per step; a CPU gains nothing from more"):
         finetune(made, tmp_path / "tuned")
     run = RunFolder(tmp_path / "tuned" / "run", "weights")
     assert FinetuneRecipe.load(run.recipe).train.batch_size == 1
     # on a card: what is free decides, up to 32,768 tokens; a run that goes on takes what it took
     monkeypatch.setattr("tomoe.finetuning.finetune.free_on_device", lambda device: 10**12)
-    with pytest.warns(Note, match="2048 a forward pass, 32,768 tokens a step"):
+    with pytest.warns(Note, match="2048 per forward pass, 32,768 tokens per step"):
         assert with_batch(made, run, resume=False).train.batch_size == 2048
     assert with_batch(made, run, resume=True).train.batch_size == 1
     monkeypatch.setattr("tomoe.finetuning.finetune.free_on_device", lambda device: 2 * 10**8)

@@ -116,7 +116,7 @@ def test_what_is_wrong_with_a_name_or_a_setting_is_said() -> None:
         ("inputs", "gguf", r"makes \(a choice of inputs\); set target to hf, or method to carve, .* or tomoe"),
         ("carve", "mixtral", r"makes \(experts without overlap\); set target to hf, or method to static or tomoe"),
     ):
-        with pytest.raises(UserError, match=f"target {target} has no place for what method {name} {sentence}"):
+        with pytest.raises(UserError, match=f"target {target} does not support what method {name} {sentence}"):
             registry.settled(api.Recipe.load(None, [f"method.name={name}", f"target={target}"]))
 
 

@@ -197,7 +197,7 @@ def test_what_does_not_go_with_it_is_refused(place: Path, tomoe: CommandLine) ->
     static = ["convert", place / "dense", "--method", "static", "--data", place / "text.txt", "-o", place / "no"]
     refused(tomoe(*static, "--steps", "3"), "method static needs train.steps = 0")
     refused(tomoe(*static, "--set", "experts.num_experts=4"), "needs experts.num_experts = 1")
-    refused(tomoe(*static, "--set", "target=glm4_moe"), "target glm4_moe has no place for what method static makes")
+    refused(tomoe(*static, "--set", "target=glm4_moe"), "target glm4_moe does not support what method static makes")
     refused(tomoe(*static, "--set", "method.ranking=size"), "ranking is 'size'")
 
 

@@ -106,6 +106,6 @@ def test_a_flipped_bit_of_the_dense_model_is_found_by_its_plan(
 def test_checksums_lead_nowhere(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
     shutil.copytree(converted / "moe", tmp_path / "moe")
     (tmp_path / "moe" / SUMS).write_text(f"{'0' * 64}  ../../etc/passwd\n")
-    assert "which is no file of that folder" in tomoe("inspect", tmp_path / "moe", "--verify").err
+    assert "which is not a file in that folder" in tomoe("inspect", tmp_path / "moe", "--verify").err
     (tmp_path / "moe" / SUMS).unlink()
     assert f"holds no {SUMS}" in tomoe("inspect", tmp_path / "moe", "--verify").err

@@ -134,11 +134,11 @@ def test_trouble_that_stays(hub: Hub, trouble: str, file: str) -> None:
     assert "\n" not in sentence
     assert sentence.endswith("smollm2-135m needs no hub")
     if trouble != "503":
-        assert "the hub is out of reach (" in sentence
+        assert "the hub cannot be reached (" in sentence
 
 
 def test_a_hub_that_is_gone(hub: Hub) -> None:
     """Last: nobody listens any more."""
     hub.shutdown()
     hub.server_close()
-    assert "the hub is out of reach (ConnectError" in load("ada/gone")
+    assert "the hub cannot be reached (ConnectError" in load("ada/gone")

@@ -142,9 +142,9 @@ def tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: 
 UNFIT: list[tuple[Callable[[Path], object], str]] = [
     (
         tensors(lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
-        "1 tensors that its config has no place for, for example model.layers.0.self_attn.q_proj.bias",
+        "1 tensors that its config does not have, for example model.layers.0.self_attn.q_proj.bias",
     ),
-    (tensors(lambda t: t, num_hidden_layers=1), "9 tensors that its config has no place for"),
+    (tensors(lambda t: t, num_hidden_layers=1), "9 tensors that its config does not have"),
     (tensors(lambda t: {n: x for n, x in t.items() if "up_proj" not in n}), "lack 2 tensors"),
     (tensors(lambda t: t | {"model.norm.weight": torch.ones(7)}), "model.norm.weight is (7,), its config says (32,)"),
     # ModelOpt's NVFP4: two numbers in a byte
@@ -198,7 +198,7 @@ def test_what_is_left_over_beside_plain_weights_changes_nothing(model: Path) -> 
 def test_float8_numbers_whose_scales_have_another_name_are_refused(tmp_path: Path) -> None:
     write_stored(tmp_path / "dense", "fp8 without a method")
     edit_tensors(tmp_path / "dense", lambda t: {n.replace("weight_scale", "scaling"): x for n, x in t.items()})
-    with pytest.raises(UserError, match=r"no place for, for example .*scal"):
+    with pytest.raises(UserError, match=r"does not have, for example .*scal"):
         load_dense(str(tmp_path / "dense"), torch.float32)
 
 

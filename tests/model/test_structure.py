@@ -85,7 +85,7 @@ def test_attention_that_cannot_be_pruned_is_refused_only_if_it_is_pruned(name: s
     model_type, changes, words = REFUSED[name]
     model = pico_of(model_type, **changes)
     with pytest.raises(
-        UserError, match=f"^ToMoE cannot prune the attention of this '{model_type}' model: .*{words}[^\n]*$"
+        UserError, match=f"^tomoe cannot prune the attention of this '{model_type}' model: .*{words}[^\n]*$"
     ):
         check_output(model, attention=True)
     assert not any(m._forward_hooks for m in model.modules())

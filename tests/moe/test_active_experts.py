@@ -95,9 +95,9 @@ def test_what_cannot_be_dialed_says_why(tmp_path: Path) -> None:
     pico_folder(tmp_path / "overlapping", "qwen2", "off")
     MixtralConfig().save_pretrained(tmp_path / "stock")
     for name, words in {
-        "dense": "is a dense model: all of its parameters work on every token",
+        "dense": "is a dense model: every token uses all of its parameters",
         "overlapping": "has overlapping experts, of which every token uses one",
-        "stock": "a model of the type mixtral; the converted folder that it was exported from",
+        "stock": "a model of the type mixtral, which `tomoe convert` did not write; the converted folder",
     }.items():
         with pytest.raises(UserError, match=words):
             dial_of(str(tmp_path / name))

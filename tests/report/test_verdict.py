@@ -27,10 +27,12 @@ def test_what_was_lost_is_said_in_numbers() -> None:
     rows[0] = replace(rows[0], tasks=(scored(0.75),))
     loops = [Variety("dense", 8, 64, 1, 0.9), Variety("moe", 8, 64, 3, 0.5)]
     assert lost(rows, loops) == (
-        "Lost: perplexity 12.50 instead of 2.00 (+525.0%); another most likely next token at 25% of the positions; piqa 50.0% "
-        "instead of 75.0%; 3 of the 8 texts that it wrote end in a loop (dense model: 1)."
+        "Lost: perplexity 12.50 instead of 2.00 (+525.0%); a different most likely next token at 25% of the positions; piqa "
+        "50.0% instead of 75.0%; 3 of the 8 texts that it wrote end in a loop (dense model: 1)."
     )
-    assert lost(better(rows)).startswith("Perplexity is no worse: 1.90 instead of 2.00 (-5.0%); another most likely")
+    assert lost(better(rows)).startswith(
+        "Perplexity is no worse: 1.90 instead of 2.00 (-5.0%); a different most likely"
+    )
 
 
 def test_what_was_gained_is_the_speed_of_the_fewest_sequences() -> None:

@@ -86,7 +86,7 @@ def test_attention_that_is_nearly_empty() -> None:
     one, two = (changed(plan, 1, value_kept=torch.arange(8) < dims, value_top_k=dims) for dims in (1, 2))
     (found,) = find_warnings(one)
     assert found.kind == "narrow attention"
-    assert found.text.startswith("layer 1: hardly anything is left of V/O (layer 1: 1 of 8 dims)")
+    assert found.text.startswith("layer 1: almost nothing is left of V/O (layer 1: 1 of 8 dims)")
     assert kinds(two) == []
     one_pair = torch.arange(4) < 1  # 2 of 8 dims: the least that Q and K can have here
     assert kinds(changed(plan, 0, qk_kept=one_pair)) == []
@@ -110,7 +110,7 @@ def test_neurons_that_no_expert_uses() -> None:
             assert "layer 0: only 73% are in use" in find_warnings(plan)[0].text
             # all layers of one kind share a sentence
             (found,) = find_warnings(changed(plan, 1, expert_masks=neurons))
-            assert found.text.startswith("layers 0, 1: many neurons are in no expert")
+            assert found.text.startswith("layers 0, 1: many neurons are in none of the experts")
 
 
 def test_dead_and_overloaded_experts_are_named() -> None:

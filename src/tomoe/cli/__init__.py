@@ -1,4 +1,4 @@
-"""The command line: a verb is a file is a subcommand. One verb reads one artifact and writes the next."""
+"""The command line: one module per subcommand. A command reads one artifact and writes the next."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def convert(
     force: options.Force = False,
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
-    """Convert a dense model to experts or sparse inputs, and measure both models."""
+    """Convert a dense model to an MoE or to sparse inputs, and measure both models."""
     # `auto` names no form: exporting/choice.py says what it stands for, before a conversion and after it
     recipe = chosen.make(target=None if format == "auto" else format, offload=offload or None)
     if format == "auto" and recipe.target == "hf" and recipe.model:

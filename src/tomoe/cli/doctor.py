@@ -71,4 +71,4 @@ def _show(diagnosis: examination.Diagnosis) -> None:
         if named:
             console.say(f"{words}: {', '.join(named)}.")
     on_gpu = f", {format_bytes(available.device_memory)} on the GPU" if available.device_memory else ""
-    console.say(f"Python and PyTorch take some 0.6 GB besides. Free now: {format_bytes(available.memory)}{on_gpu}.")
+    console.say(f"Python and PyTorch take about 0.6 GB more. Free now: {format_bytes(available.memory)}{on_gpu}.")

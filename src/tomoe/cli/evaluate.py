@@ -126,10 +126,10 @@ def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measure
         show_warnings(console, warnings.find_warnings(read.pop(name, None), [row]), row.name)
     try:
         for file in evaluation.save_dials(settings, measured):
-            console.say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
+            console.say(f"The measurements are saved in {file}; `tomoe report {file.parent}` plots them.")
     except UserError as error:
         # a folder that cannot be written, of somebody else, was measured all the same
-        console.say(f"The points are not kept for the report: {error.wrong}")
+        console.say(f"The measurements are not saved for the report: {error.wrong}")
 
 
 def _tasks(

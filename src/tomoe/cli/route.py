@@ -73,7 +73,7 @@ def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, 
     head = Text(f"layer {layer:>{len(str(len(trace.experts) - 1))}}:", style="bold")
     shares = sorted(enumerate(trace.shares(layer)), key=lambda pair: -pair[1]) if trace.chosen else []
     if trace.chosen and not short:
-        head.append(f" {len(trace.chosen[layer][0])} of {trace.num_experts} experts a token, the strongest:")
+        head.append(f" {len(trace.chosen[layer][0])} of {trace.num_experts} experts per token, the strongest:")
     for expert, share in () if short else shares[:STRONGEST] or enumerate(trace.shares(layer)):
         head.append("  ").append(f" {expert} ", style(expert) if colored else "").append(f" {share:.0%}")
     if not short and (rest := sum(share for _, share in shares[STRONGEST:])):

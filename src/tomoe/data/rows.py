@@ -206,7 +206,7 @@ def _content(content: Any, role: str) -> str:
         return json.dumps(content, ensure_ascii=False, default=str)
     kinds = (part.get("type") or "unknown" if isinstance(part, Mapping) else type(part).__name__ for part in parts)
     odd = next(kind for kind, text in zip(kinds, texts, strict=True) if text is None)
-    raise RowError(f"holds a message of {shortened(role)} with a part of the kind {shortened(odd)}, which is no text")
+    raise RowError(f"holds a message of {shortened(role)} with a part of the kind {shortened(odd)}, which is not text")
 
 
 def _part(part: Any) -> str | None:
@@ -287,7 +287,7 @@ class RowReader:
         if 0 < left_out == looked:
             raise UserError(
                 f"none of the {looked:,} rows of {origin} that were looked at can be read; the first: {first}; "
-                "mend the rows, or name the column that holds text or chats with data.text_column in a recipe"
+                "fix the rows, or name the column that holds text or chats with data.text_column in a recipe"
             )
 
     def _written(self, chat: Chat) -> str:

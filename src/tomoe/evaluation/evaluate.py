@@ -258,7 +258,7 @@ def _check(
     one, other = (each(again, add_special_tokens=False, verbose=False)["input_ids"] for each in (first, tokenizer))
     if one != other:
         warnings.warn(
-            f"{name} reads the text in the tokens of {reader}; its own tokenizer divides it otherwise",
+            f"{name} reads the text in the tokens of {reader}; its own tokenizer would split it differently",
             Note,
             stacklevel=3,
         )

@@ -146,7 +146,7 @@ def task_footnote(rows: Sequence[Row]) -> str:
                 speeds.setdefault(s.task, []).append(f"{row.name} {s.metrics[TOKENS_PER_S]:.1f}")
     harnesses = {s.harness: list(dict.fromkeys(o.task for o in scores if o.harness == s.harness)) for s in scores}
     parts = [
-        f"Per cent, ± one standard error. Questions: {counts}",
+        f"Percent, ± one standard error. Questions: {counts}",
         "; ".join(
             harnesses if len(harnesses) == 1 else [f"{', '.join(tasks)}: {how}" for how, tasks in harnesses.items()]
         ),

@@ -64,7 +64,7 @@ def parse_tasks(text: str) -> tuple[TaskSpec, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, colon, shots = part.partition(":")
         if not name or (colon and not shots.isdecimal()):
-            raise UserError(f"{part!r} is no task; write its name, or name:examples, for example boolq:32")
+            raise UserError(f"{part!r} is not a task; write its name, or name:examples, for example boolq:32")
         specs.append(TaskSpec(name, int(shots) if colon else None))
     if not specs:
         raise UserError("no task is named; give some, for example piqa,arc_easy, or a suite: " + ", ".join(SUITES))
@@ -166,7 +166,9 @@ def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:
         ) from None
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
-            raise UserError(f"the task {spec.name} runs code that the model writes, which is not done here")
+            raise UserError(
+                f"the task {spec.name} executes generated code, which tomoe does not do for tasks of lm-eval"
+            )
         default = task.get_config("num_fewshot")
         # a task that says 0 has its examples in its prompt already; lm-eval leaves that alone too
         shots = default if spec.shots is None or default == 0 else spec.shots

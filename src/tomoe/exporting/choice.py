@@ -65,7 +65,7 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
         problem = TARGETS[name].supports(moe)
         if problem:
             fitting = [other for other, target in TARGETS.items() if target.supports(moe) is None]
-            raise UserError(f"{name} cannot hold this model exactly: {problem}; these can: {', '.join(fitting)}")
+            raise UserError(f"{name} cannot represent this model exactly: {problem}; these can: {', '.join(fitting)}")
         return Choice(TARGETS[name], "as requested")
     problems = {}
     for target in KNOWN_CLASSES:
@@ -74,7 +74,7 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
             return Choice(target, f"{target.about} holds it {target.how_well}, and loads without code of its own")
         problems[target.name] = problem
     reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-    return Choice(TARGETS["hf"], f"no stock architecture holds it exactly ({reasons})")
+    return Choice(TARGETS["hf"], f"no stock architecture can represent it exactly ({reasons})")
 
 
 def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
@@ -82,7 +82,7 @@ def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
     # a layout for GPUs stays in tomoe's own form
     target = TARGETS["hf" if recipe.target == "gpu" else recipe.target]
     if reason := target.supports_dense(dense, recipe.experts.form):
-        raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
+        raise UserError(f"target {recipe.target} cannot represent the converted model: {reason}; choose another, or hf")
 
 
 def of_family(model: str, form: str) -> str | None:

@@ -43,7 +43,7 @@ class Dense(Target):
                 "makes"
             )
         if config.prunes_attention:
-            return "its attention is pruned (attention.pruning), and this class has whole heads"
+            return "its attention is pruned (attention.pruning), and this class does not support that"
         sizes = config.tomoe_expert_sizes
         if min(sizes) < max(sizes):
             return (

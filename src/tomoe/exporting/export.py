@@ -127,7 +127,7 @@ def _check_asked(folder: Path, tokens: int) -> None:
     if getattr(load_config(str(folder)), "chooses_inputs", False):
         raise UserError(
             f"{folder} uses sparse inputs, and no engine supports sparse inputs",
-            Advice("method.name", "to convert the model to experts", "carve", here=False),
+            Advice("method.name", "to convert the model to an MoE", "carve", here=False),
         )
 
 

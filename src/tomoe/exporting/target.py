@@ -28,7 +28,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or (self.width_multiple or 1) < 1:
-            raise UserError(f"{self} has a precision or a width that there is not; precisions: {', '.join(PRECISIONS)}")
+            raise UserError(f"{self} has an unknown precision or width; precisions: {', '.join(PRECISIONS)}")
 
 
 @dataclass(frozen=True)

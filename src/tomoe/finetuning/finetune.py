@@ -123,7 +123,7 @@ def with_batch(recipe: FinetuneRecipe, run: RunFolder, resume: bool) -> Finetune
         why = f"{format_bytes(free)} are free on {device}" if free else "a CPU gains nothing from more"
         tokens = rows * passes * length
         warnings.warn(
-            f"train.batch_size = 0: {rows} a forward pass, {tokens:,} tokens a step; {why}", Note, stacklevel=2
+            f"train.batch_size = 0: {rows} per forward pass, {tokens:,} tokens per step; {why}", Note, stacklevel=2
         )
     return recipe.changed([f"train.batch_size={rows}"])
 

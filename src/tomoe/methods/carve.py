@@ -31,7 +31,7 @@ PIECE_TOKENS = 4096  # tokens whose activations are held in float32 at once
 
 @method("carve", paper="")
 class Carve(Method):
-    """Clusters of neurons that work on the same tokens; a router fitted to where they are needed. The default."""
+    """Groups neurons that are active on the same tokens into experts, and fits a router. The default."""
 
     def experts(self, seen: Activations, room: Room) -> Experts:
         x_TD, h_TF, weight_T = seen.x_TD, seen.h_TF, seen.weight_T

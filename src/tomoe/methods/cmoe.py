@@ -33,8 +33,8 @@ PIECE_TOKENS = 1024  # tokens whose activations and bits are held in float32 at 
 
 @method("cmoe", paper="https://arxiv.org/abs/2502.04416")
 class CMoE(Method):
-    """Shared are the neurons that are most often among the largest of a token; experts are balanced clusters of the others by
-    the tokens on which they are among the largest, with a fitted router."""
+    """Shares the neurons that are most often among a token's largest, clusters the others into balanced experts by the tokens on
+    which they are among the largest, and fits a router."""
 
     class Config(MethodConfig):
         top: int = Field(default=10, ge=1)

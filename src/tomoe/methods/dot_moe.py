@@ -245,7 +245,7 @@ class GroupStep:
 
 @method("dot_moe", paper="https://arxiv.org/abs/2606.01666")
 class DotMoE(Method):
-    """Which neurons form an expert is learned with the routers, as a balanced transport from neurons to experts."""
+    """Learns with the routers which neurons form an expert, as a balanced transport of neurons."""
 
     Config = DotMoEConfig
     config: DotMoEConfig

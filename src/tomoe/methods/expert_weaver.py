@@ -37,8 +37,8 @@ from tomoe.recipe.conversion import Recipe
 
 @method("expert_weaver", paper="https://arxiv.org/abs/2602.15521")
 class ExpertWeaver(Method):
-    """Shared are neurons whose gates vary little between texts, in each layer as large a part as such neurons are; experts are
-    balanced clusters of the others by what their gates are on each text, and the router is the mean gate of an expert."""
+    """Shares the neurons whose gates vary little between texts, in each layer as many as there are; clusters the others into
+    balanced experts by their gates on each text; the router is the mean gate of an expert."""
 
     class Config(MethodConfig):
         threshold: float = Field(default=0.6, gt=0)

@@ -257,8 +257,8 @@ def plan_inputs(
 
 @method("inputs", paper="https://arxiv.org/abs/2408.14690")
 class Inputs(Method):
-    """Every projection uses the largest inputs of each token; the weights stay the dense ones, and the budget is divided by
-    what dropping inputs changes, to second order."""
+    """Each token uses the largest inputs of every projection. The weights stay dense; the budget is allocated by a second-order
+    estimate of what dropping inputs costs."""
 
     kind: ClassVar[Form] = "inputs"
     stage: ClassVar[str] = "choosing inputs"

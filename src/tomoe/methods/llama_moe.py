@@ -52,8 +52,8 @@ class Gates:
 
 @method("llama_moe", paper="https://arxiv.org/abs/2411.15708")
 class LlamaMoE(Method):
-    """Each expert has the neurons that the language-modeling loss depends on most on one cluster of tokens, the clusters are the
-    router, and the neurons that most clusters want are shared."""
+    """Clusters tokens; each expert has the neurons that the language-modeling loss depends on most for one cluster, the clusters
+    are the router, and the neurons that most clusters need are shared."""
 
     # as 1 + 1/7: one of eight parts is shared, and a token uses one more
     defaults: ClassVar[Mapping[str, Any]] = {"experts.num_experts": 7, "experts.shared": 0.5}

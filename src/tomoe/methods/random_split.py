@@ -15,7 +15,7 @@ from tomoe.plans.partition.experts import SHARED, Experts, Room
 
 @method("random_split", paper="https://arxiv.org/abs/2406.16554")
 class RandomSplit(Method):
-    """Experts are random groups of neurons, and none are shared; a router is fitted to where they are needed.
+    """Splits neurons into random experts without a shared part, and fits a router.
 
     The authors route at random at first and train all weights on hundreds of billions of tokens. Here nothing is trained, so any
     other way to group neurons should do better than this one.

@@ -100,7 +100,7 @@ def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recip
     if not _fits(found, recipe.target):
         *others, last = (name for name in names() if _fits(find(name), recipe.target))
         raise UserError(
-            f"target {recipe.target} has no place for what method {found.name} makes ({_KINDS[found.kind]}); set target to hf, "
+            f"target {recipe.target} does not support what method {found.name} makes ({_KINDS[found.kind]}); set target to hf, "
             f"or method to {', '.join(others)} or {last}"
         )
     name = recipe.method.name or found.name

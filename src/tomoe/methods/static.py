@@ -55,7 +55,7 @@ class RankedNeurons:
 
 @method("static")
 class Static(Method):
-    """The same neurons for every token, those that the output misses most: a narrower dense model."""
+    """Keeps the same neurons for every token, those that matter most to the output: a narrower dense model."""
 
     Config = StaticConfig
     kind: ClassVar[Form] = "overlapping"

@@ -45,7 +45,7 @@ class Attention:
 
 
 def _refuse(model: nn.Module, why: str) -> Refused:
-    return refuse(model, why, TASK, "; leave attention whole (attention.pruning = off)")
+    return refuse(model, why, TASK, "; leave attention dense (attention.pruning = off)")
 
 
 def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
@@ -62,12 +62,12 @@ def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
         raise _refuse(model, f"it has no q_proj, k_proj, v_proj and output projection, but {children(attention)}")
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, output))
     if any(not isinstance(getattr(module, "out_features", None), int) for module in projections):
-        raise _refuse(model, "its projections are no plain matrices")
+        raise _refuse(model, "its projections are not plain matrices")
     return Attention(attention, *(Linear(module) for module in projections))
 
 
 def attention_sizes(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, int]:
-    """The sizes of these layers' attention by their names in `ModelShape`. Raises Refused if ToMoE cannot prune it."""
+    """The sizes of these layers' attention by their names in `ModelShape`. Raises Refused if tomoe cannot prune it."""
     config = shape.text_config(model.config)
     parts = [attention_of(model, layer) for layer in layers]
     head_dim = int(getattr(parts[0].module, "head_dim", 0) or shape.head_dim(config))

@@ -99,7 +99,9 @@ def check_claims(folder: Path, tensors: Headers) -> None:
                 )
     weights = config.get("transformers_weights")
     if weights is not None and not is_plain_filename(weights):
-        raise UserError(f"the config of {folder} takes its weights from {weights!r}, which is no file of that folder")
+        raise UserError(
+            f"the config of {folder} takes its weights from {weights!r}, which is not a file in that folder"
+        )
 
 
 def skeleton(place: Path | str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -111,8 +113,8 @@ def skeleton(place: Path | str, config: PreTrainedConfig) -> PreTrainedModel:
         # transformers would load its decoder alone, which was never trained so, with embeddings drawn anew
         if getattr(config, "is_encoder_decoder", False):
             raise UserError(
-                f"{place} is a {kind!r} model: its decoder continues what an encoder has read, and ToMoE starts from a decoder "
-                "that stands alone"
+                f"{place} is a {kind!r} model: its decoder reads the output of an encoder, and tomoe converts decoder-only "
+                "models"
             )
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

@@ -79,7 +79,7 @@ def generate(
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}, but it should be at least 1")
     if not 0 <= temperature < math.inf:
-        raise UserError(f"temperature is {temperature}, but it should be a number from 0 on")
+        raise UserError(f"temperature is {temperature}, but it should be 0 or greater")
     if not 0 <= seed < 2**63:
         raise UserError(f"seed is {seed}, but it should be between 0 and 2**63 - 1")
     prompted = asked(tokenizer, prompt) if chat else prompt_ids(tokenizer, prompt)
@@ -89,7 +89,7 @@ def generate(
     check_ids(ids, model, max_new_tokens)
     if len(prompted) >= LONG_PROMPT and reads_slowly(model):
         warnings.warn(
-            f"this processor has no products in bfloat16, so the {len(prompted)} tokens of the prompt take several times as "
+            f"this processor has no bfloat16 instructions, so the {len(prompted)} tokens of the prompt take several times as "
             "long as with dtype float32, which needs twice the memory",
             Note,
             stacklevel=2,

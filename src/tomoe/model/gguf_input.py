@@ -204,7 +204,7 @@ def _read(path: Path, _changed: int, _size: int) -> GgufFile:
     # from a wrong magic number to an array that ends beyond the file
     except Exception as error:
         raise UserError(
-            f"{path} is no GGUF file, or it is damaged or cut off ({shortened(str(error) or type(error).__name__)}); "
+            f"{path} is not a GGUF file, or it is damaged or cut off ({shortened(str(error) or type(error).__name__)}); "
             "get it again"
         ) from None
     plain = (field for field in reader.fields.values() if field.types and field.types[0] != gguf.GGUFValueType.ARRAY)
@@ -236,6 +236,6 @@ def _check_kind(path: Path, keys: dict[str, Any], tensors: Mapping[str, Any]) ->
             "(llama-export-lora) and name the result"
         )
     if kind != "model" or keys.get("general.architecture") == "clip":
-        raise UserError(f"{path} is no language model but {kind if kind != 'model' else 'an encoder of images'!r}")
+        raise UserError(f"{path} is not a language model but {kind if kind != 'model' else 'an encoder of images'!r}")
     if not tensors:
         raise UserError(f"{path} holds no weights (a vocabulary alone, perhaps); name a file with the model's weights")

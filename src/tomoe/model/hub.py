@@ -45,7 +45,7 @@ def download_model(repo: str) -> Path:
 
 def find_plan(name: str) -> Path:
     """The folder of a plan: `name` itself if it is one, else the plan files of a hub repository, downloaded. Raises UserError
-    if there is neither, or the hub is out of reach."""
+    if there is neither, or the hub cannot be reached."""
     # whoever reads a folder finds out whether it holds a plan
     if Path(name).is_dir() or not HUB_ID.fullmatch(name):
         return Path(name)
@@ -74,6 +74,6 @@ def hub_reason(error: BaseException) -> str | None:
     while broken is not None:
         if isinstance(broken, HTTPError) and not isinstance(broken, HfHubHTTPError | BadRequestError):
             what = f"{type(broken).__name__} {broken}".splitlines()[0].strip()
-            return f"the hub is out of reach ({what})"
+            return f"the hub cannot be reached ({what})"
         broken = broken.__cause__ or broken.__context__
     return None

@@ -135,9 +135,9 @@ class Refused(UserError):
 
 
 def refuse(model: nn.Module, why: str, task: str = "convert", advice: str = "") -> Refused:
-    """The sentence that says why ToMoE cannot do its `task` with a model."""
+    """The sentence that says why tomoe cannot do its `task` with a model."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return Refused(f"ToMoE cannot {task} this {name!r} model: {why}{advice}", why)
+    return Refused(f"tomoe cannot {task} this {name!r} model: {why}{advice}", why)
 
 
 class NotFinite(Exception):
@@ -163,7 +163,7 @@ def named_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     outside of other towers, that holds most parameters. Raises UserError if the model is no causal language model or has no
     such list."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise refuse(model, "it is no causal language model: it has no output matrix")
+        raise refuse(model, "it is not a causal language model: it has no output matrix")
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -212,7 +212,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 def _why_no_mlp(layers: nn.ModuleList) -> str:
     if any(_holds_experts(layer) for layer in layers):
-        return "its MLPs are Mixtures of Experts already; ToMoE starts from a dense model"
+        return "its MLPs are Mixtures of Experts already; tomoe converts dense models"
     for layer in layers:
         for name, child in layer.named_children():
             if "norm" not in name and any(word in name for word in ("mlp", "feed_forward", "ffn", "mixer")):

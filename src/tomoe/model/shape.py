@@ -29,7 +29,7 @@ class ModelShape:
     num_layers: Annotated[Few, Field(ge=1)]  # L: decoder layers whose MLP is converted
     hidden_size: Annotated[Size, Field(ge=1)]  # D
     mlp_size: Annotated[Size, Field(ge=1)]  # F: the neurons that experts are made of
-    num_heads: Few = 0  # H; this and the other sizes of attention are 0 where ToMoE cannot prune it
+    num_heads: Few = 0  # H; this and the other sizes of attention are 0 where tomoe cannot prune it
     num_kv_heads: Few = 0  # G
     head_dim: Few = 0  # C
     rotary_size: Few = 0  # R: the first dims of a head, which RoPE rotates in pairs (j, j + R/2)

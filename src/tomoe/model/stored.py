@@ -161,7 +161,7 @@ class StoredModel:
             left = [name for name in left if not RUNTIME_SCALES.search(name)]
         if left:
             raise UserError(
-                f"the weights of {self.place} hold {len(left)} tensors that its config has no place for, for example "
+                f"the weights of {self.place} hold {len(left)} tensors that its config does not have, for example "
                 f"{left[0]}; the model would compute something else without them: get the config.json that belongs to them"
             )
 

@@ -45,7 +45,7 @@ class LayerParts:
 
     @property
     def attention(self) -> Attention:
-        """Raises Refused where ToMoE cannot prune it."""
+        """Raises Refused where tomoe cannot prune it."""
         return attention_of(self.model, self.mlp.layer)
 
 
@@ -99,7 +99,7 @@ def check_output(model: PreTrainedModel, attention: bool = False) -> None:
 def _refuse_inputs(model: PreTrainedModel) -> None:
     """Raises UserError if tokens of the model choose inputs: it has the modules of a dense one."""
     if getattr(model.config, "tomoe_expert_form", None) == "inputs":
-        raise refuse(model, "its tokens choose inputs already; ToMoE starts from a dense model")
+        raise refuse(model, "its tokens choose inputs already; tomoe converts dense models")
 
 
 def _not_finite(model: PreTrainedModel) -> UserError:

@@ -127,6 +127,6 @@ def _stretched(config: Any, positions: int) -> float:
 
 def _no_row(token: int, rows: int) -> UserError:
     return UserError(
-        f"the text holds the token {token}, but the embeddings have {rows} rows; leave it out of the text, or prepare the "
+        f"the text holds the token {token}, but the embeddings have {rows} rows; remove it from the text, or prepare the "
         "text with the tokenizer that belongs to the weights"
     )

@@ -98,11 +98,11 @@ def _why_not(name: str, config: PreTrainedConfig) -> str:
         )
     if getattr(config, "num_experts_per_tok", None) is not None:
         return (
-            f"{name} is no folder that `tomoe convert` wrote but a model of the type {config.model_type}; the converted "
-            "folder that it was exported from can use more or fewer experts"
+            f"{name} is a model of the type {config.model_type}, which `tomoe convert` did not write; the converted folder that "
+            "it was exported from can use more or fewer experts"
         )
     return (
-        f"{name} is a dense model: all of its parameters work on every token; experts.form = fine converts it to one that "
+        f"{name} is a dense model: every token uses all of its parameters; experts.form = fine converts it to one that "
         "can use more or fewer experts"
     )
 

@@ -201,7 +201,7 @@ class ToMoEConfig(PreTrainedConfig):
         if not named or not kinds or not all(isinstance(names, list) and names for names in kinds.values()):
             raise ValueError("the config names no projections whose inputs a token could choose")
         if not isinstance(path, list) or len(path) < 2 or not all(isinstance(knot, dict) for knot in path):
-            raise ValueError("the config has no tomoe_input_path with two knots or more")
+            raise ValueError("the config has no tomoe_input_path with two points or more")
         last: dict[str, Any] = {"active": 1}
         for place, knot in enumerate(path):
             active: Any = knot.get("active")
@@ -294,7 +294,7 @@ def known_family(dense_type: Any) -> str:
     """The type of a dense model. Raises ValueError for one that this version of transformers does not know."""
     if not isinstance(dense_type, str) or dense_type == ToMoEConfig.model_type or dense_type not in CONFIG_MAPPING:
         found = str(dense_type)[:40]
-        raise ValueError(f"the config names {found!r} as the dense family, which is none that transformers knows")
+        raise ValueError(f"the config names {found!r} as the dense family, which transformers does not have")
     return dense_type
 
 
@@ -982,7 +982,7 @@ def _make_family_class(entry: type[Any], dense_type: str, dense_class: str) -> t
     else:
         family = getattr(transformers, dense_class, None)
     if not (isinstance(family, type) and issubclass(family, PreTrainedModel)):
-        raise ValueError(f"the config names {dense_class[:40]!r} as the dense model, which is no model of transformers")
+        raise ValueError(f"the config names {dense_class[:40]!r} as the dense model, which transformers does not have")
     values = {
         "__module__": __name__, "entry": entry, "config_class": config, "forward": recorded(family.forward),
         "_supports_attention_backend": family._supports_attention_backend,

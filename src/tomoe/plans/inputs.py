@@ -70,9 +70,9 @@ class InputsPlan:
             return "its path does not begin with all inputs"
         for knot in self.path:
             if set(knot.inputs) != set(self.names) or any(len(numbers) != layers for numbers in knot.inputs.values()):
-                return "a knot of its path lacks numbers"
+                return "a point of its path lacks numbers"
             if abs(knot.active - self.fraction(knot.inputs)) > 1e-6:
-                return f"a knot of its path says {knot.active:.4f} active, and its inputs are {self.fraction(knot.inputs):.4f}"
+                return f"a point of its path says {knot.active:.4f} active, and its inputs are {self.fraction(knot.inputs):.4f}"
         for more, fewer in pairwise(self.path):
             pairs = [pair for kind in self.names for pair in zip(fewer.inputs[kind], more.inputs[kind], strict=True)]
             if not fewer.active < more.active or not all(min(1, b) <= a <= b for a, b in pairs):

@@ -193,7 +193,7 @@ class Plan:
         if is_of_inputs(head):
             raise UserError(
                 f"{folder} uses sparse inputs, and this command needs experts",
-                Advice("method.name", "to convert the model to experts", "carve", here=False),
+                Advice("method.name", "to convert the model to an MoE", "carve", here=False),
             )
         if not tensors.is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")

@@ -237,7 +237,7 @@ class Recipe(RunRecipe):
             )
         if rules.whole_attention and self.attention.pruning != "off":
             yield (
-                f"target {self.target} has whole heads of attention, but attention.pruning is {self.attention.pruning}; set it "
+                f"target {self.target} needs dense attention, but attention.pruning is {self.attention.pruning}; set it "
                 "to off, or target to hf"
             )
         if rules.num_experts and self.experts.num_experts != rules.num_experts:
@@ -248,10 +248,10 @@ class Recipe(RunRecipe):
         if form not in rules.forms:
             *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)
             which = f"{', '.join(others)} or {last}" if others else last
-            yield f"target {self.target} has no place for experts.form = {form}; set target to {which}"
+            yield f"target {self.target} does not support experts.form = {form}; set target to {which}"
         if not rules.holds_shared and self.experts.shared:
             yield (
-                f"target {self.target} has no place for neurons that all tokens use (experts.shared = {self.experts.shared:g}); "
+                f"target {self.target} has no shared part of neurons for all tokens (experts.shared = {self.experts.shared:g}); "
                 "set experts.shared to 0, or leave it out"
             )
         if not rules.dense_layers and self.experts.dense_layers:

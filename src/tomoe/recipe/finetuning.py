@@ -39,7 +39,7 @@ class TunedTrainSection(LoopSection):
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the learning rate rises linearly from zero."""
     batch_size: int = Field(default=1, ge=0)
-    """Sequences per forward pass; 0: as many as fit into the free memory of a GPU, up to 32,768 tokens a step (on a CPU: 1)."""
+    """Sequences per forward pass; 0: as many as fit into the free memory of a GPU, up to 32,768 tokens per step (on a CPU: 1)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"

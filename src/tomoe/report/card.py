@@ -106,7 +106,7 @@ def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
         dense, moe = rows[0].measurement, measured[-1].measurement
         sentences.append(
             f"It is not the dense model: perplexity {moe.perplexity:.2f} against {dense.perplexity:.2f} on the text "
-            f"above, and another most likely token at {1 - (moe.top1_agreement or 0):.0%} of the positions."
+            f"above, and a different most likely token at {1 - (moe.top1_agreement or 0):.0%} of the positions."
         )
         if self_sampled(moe.data):
             sentences.append("The dense model wrote that text itself, so its perplexity says little about real text.")
@@ -115,7 +115,9 @@ def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
             "Its quality was not measured against the dense model; do so before using it (`tomoe evaluate`)."
         )
     if isinstance(plan, InputsPlan):
-        sentences.append("It saves nothing in prompts and in batches, and no serving engine runs it; experts do both.")
+        sentences.append(
+            "It does not speed up prompts and batches, and no serving engine supports it; experts do both."
+        )
     elif recipe is not None:
         if not plan.notes.get("steps", recipe.train.steps):
             sentences.append(f"Nothing was trained: {fitted} come from statistics of a little text.")
@@ -126,8 +128,8 @@ def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
         sentences.append(f"Sequences of {recipe.data.seq_len} tokens were read; longer ones were not tried.")
     task = "" if measured and rows[-1].tasks else "task, "
     sentences += [
-        f"No {task}safety or fairness test was run. What the dense model gets wrong, this one may get wrong more often.",
-        "Fewer parameters work on a token, but speed depends on the hardware and on the tokens at a time: measure yours.",
+        f"No {task}safety or fairness test was run. It may make the dense model's errors more often.",
+        "A token uses fewer parameters, but speed depends on the hardware and the batch: measure yours.",
     ]
     return sentences
 

@@ -118,7 +118,7 @@ def lost(rows: Sequence[Row], varieties: Sequence[Variety] = ()) -> str:
     rating = "Lost: perplexity" if change > 0 else "Perplexity is no worse:"
     worse = [f"{rating} {moe.perplexity:.2f} instead of {dense.perplexity:.2f} ({change:+.1%}){text}"]
     if moe.top1_agreement is not None:
-        worse.append(f"another most likely next token at {1 - moe.top1_agreement:.0%} of the positions")
+        worse.append(f"a different most likely next token at {1 - moe.top1_agreement:.0%} of the positions")
     before = {(score.task, score.metric): score.value for score in rows[0].tasks}
     for score in rows[-1].tasks:
         value = before.get((score.task, score.metric))

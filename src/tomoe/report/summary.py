@@ -14,7 +14,7 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.report.words import span, words_of
 
 ATTENTION = {
-    "off": "kept whole",
+    "off": "dense",
     "static": "fewer Q/K and V/O dims, the same for all tokens",
     "per_token": "fewer Q/K dims for all tokens, V/O dims chosen for each token",
 }

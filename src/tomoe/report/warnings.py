@@ -73,8 +73,8 @@ def _attention(plan: Plan) -> Iterator[Finding]:
         if kept:
             least = _least(kept)
             text = (
-                f"{_layers(kept)}: hardly anything is left of {name} (layer {least}: {kept[least]} of {dims} dims); "
-                "attention there sees next to nothing"
+                f"{_layers(kept)}: almost nothing is left of {name} (layer {least}: {kept[least]} of {dims} dims); "
+                "attention there has almost no effect"
             )
             yield Finding("narrow attention", text)
 
@@ -88,8 +88,8 @@ def _union(plan: Plan) -> Iterator[Finding]:
     if low:
         least = _least(low)
         text = (
-            f"{_layers(low)}: many neurons are in no expert (layer {least}: only {low[least]:.0%} are in use); "
-            "what they knew is lost for every token"
+            f"{_layers(low)}: many neurons are in none of the experts (layer {least}: only {low[least]:.0%} are in use); "
+            "they are lost for every token"
         )
         yield Finding("unused neurons", text)
 
@@ -151,7 +151,7 @@ def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> Iterator[Finding]:
         even = free / others
         if (common - even) / (1 - even) > COLLAPSED:
             same = f"the same {free} of {others} experts"
-            text = f"layer {layer}: {common:.0%} of the choices fall on {same}; the router hardly chooses"
+            text = f"layer {layer}: {common:.0%} of the choices fall on {same}; the router barely chooses"
             yield Finding("collapsed routing", text)
 
 
@@ -161,8 +161,8 @@ def _measured(row: Row) -> Iterator[Finding]:
     highest = row.facts.get("max_positions")
     if row.training_overlap is not None and row.training_overlap >= OVERLAP:
         text = (
-            f"{row.training_overlap:.1%} of the evaluation tokens stand in the text that it was fitted on, word for word; "
-            "its numbers flatter it"
+            f"{row.training_overlap:.1%} of the evaluation tokens are in the text that it was fitted on, word for word, "
+            "so its scores are optimistic"
         )
         yield Finding("training text", text)
     if highest is not None and m.context_length > highest:

@@ -204,7 +204,7 @@ def test_rows_that_are_too_short_for_a_type_take_a_larger_one(tmp_path: Path) ->
     assert types["blk.0.attn_q.weight"] == "Q8_0"
     assert types["blk.0.ffn_down_exps.weight"] == "F16"
     assert re.fullmatch(
-        r" \(\d+% of the numbers q8_0 and \d+% of the numbers f16: rows that are no multiple of 256\)",
+        r" \(\d+% of the numbers q8_0 and \d+% of the numbers f16: rows whose length is not a multiple of 256\)",
         Weights("q4_k", 2).larger_rows(entries(moe, "q4_k", 1)),
     )
     assert Weights("f16", 2).larger_rows(entries(moe, "f16", 1)) == ""
@@ -400,7 +400,7 @@ def test_without_llama_cpp_a_file_is_refused_unless_no_comparison_is_wanted(
     with monkeypatch.context() as patch:
         # what installing it would not mend comes first
         patch.setattr(Gguf, "supports", lambda *_: "it has too many experts")
-        refused(tomoe(*command), "cannot hold this model exactly: it has too many experts")
+        refused(tomoe(*command), "cannot represent this model exactly: it has too many experts")
     refused(tomoe(*command, "--unverified", "--weights", "q4_k"), "q4_k weights are made by llama.cpp")
     assert not out.exists()
 

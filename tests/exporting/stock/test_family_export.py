@@ -96,7 +96,7 @@ def test_llama_cpp_runs_a_file_of_it(made: Made, tomoe: CommandLine, tmp_path: P
     out = tmp_path / "out"
     done = tomoe("export", made.folder, "--format", "gguf", "--weights", "f32", "-o", out, "--tokens", "64")
     if made.family == "gemma4_text":
-        refused(done, "gguf cannot hold this model exactly")
+        refused(done, "gguf cannot represent this model exactly")
         return
     proof = proved(done, out)
     assert proof["routers"]["same"] > 0.95
@@ -108,7 +108,7 @@ def test_llama_cpp_runs_a_file_of_it(made: Made, tomoe: CommandLine, tmp_path: P
 def test_what_a_class_has_no_place_for_is_refused_before_anything_is_read(tomoe: CommandLine) -> None:
     convert = ("convert", "nothing", "-o", "out", "--set")
     done = tomoe(*convert, "target=gemma4", "--set", "experts.shared=0.4")
-    refused(done, "target gemma4 has no place for neurons that all tokens use", "set experts.shared to 0")
+    refused(done, "target gemma4 has no shared part of neurons for all tokens", "set experts.shared to 0")
     done = tomoe(*convert, "target=qwen3_5_moe", "--set", "experts.dense_layers=2")
     refused(done, "has experts in every layer", "experts.dense_layers is 2")
 

@@ -1,1 +1,1 @@
-"""Measures texts that models write: programs, which are run, and loops."""
+"""Measures generated text: programs, which are run, and loops."""

@@ -62,7 +62,7 @@ class Written:
         count = len(hits)
         tokens = sum(map(len, self.ids))
         share = sum(hits) / count
-        how = "asked through the chat template" if self.chat else "the text continued, for want of a chat template"
+        how = "asked through the chat template" if self.chat else "the text continued, without a chat template"
         return TaskScore(
             task=task,
             shots=0,
@@ -170,7 +170,7 @@ def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> P
         return LoopTask(TOPICS[:limit])
     if not run_code:
         raise UserError(
-            f"the task {name} runs programs that the model writes",
+            f"the task {name} executes programs that the model generates",
             Advice(
                 "run_code",
                 "to run each in a process of its own, with limits on time, memory and files, but with your rights",

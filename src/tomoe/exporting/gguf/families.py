@@ -114,7 +114,7 @@ class Qwen35MoeArch(FamilyArch):
         attends = [kind == "full_attention" for kind in model.config.get_text_config().layer_types]
         interval = attends.index(True) + 1 if True in attends else 0
         if not interval or attends != [(i + 1) % interval == 0 for i in range(len(attends))]:
-            return "its layers of full attention do not stand at equal distances, as llama.cpp wants them"
+            return "its layers of full attention are not evenly spaced, as llama.cpp requires"
         return super().engine_problem(model)
 
     def renamed(self, name: str) -> str:

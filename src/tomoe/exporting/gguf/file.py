@@ -106,7 +106,7 @@ class Weights:
         if not numbers:
             return ""
         shares = " and ".join(f"{count / total:.0%} of the numbers {kind}" for kind, count in numbers.most_common())
-        return f" ({shares}: rows that are no multiple of {GGML_QUANT_SIZES[TYPES[self.precision]][0]})"
+        return f" ({shares}: rows whose length is not a multiple of {GGML_QUANT_SIZES[TYPES[self.precision]][0]})"
 
 
 def make_entry(name: str, weights: Weights, make: Callable[[], Tensor], shape: tuple[int, ...] | None) -> Entry:

@@ -66,7 +66,7 @@ class Candidate:
     def words(self) -> str:
         if (x := self.layout) is None:
             return "dense"
-        return f"{x.num_experts} of {x.expert_size:,}, {x.top_k} a token, {x.shared:,} shared"
+        return f"{x.num_experts} of {x.expert_size:,}, {x.top_k} per token, {x.shared:,} shared"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Model:
         with torch.device("meta"):
             moe = ToMoEForCausalLM(moe_config(self.dense, plan, ""))
         if problem := self.arch.carrier.decoder.problem(moe) or self.arch.engine_problem(moe):
-            raise UserError(f"llama.cpp has no place for this model with experts: {problem}")
+            raise UserError(f"llama.cpp does not support this model with experts: {problem}")
         return moe
 
     def entries(self, moe: ToMoEForCausalLM, stored: StockLayout, precision: Precision) -> list[Entry]:

@@ -59,7 +59,7 @@ class FamilyDecoder(Decoder):
         if kind != self.kind:
             return f"it is a {kind} model, and this class has the attention and the norms of {self.kind}"
         if getattr(model.config, "prunes_attention", False):
-            return "its attention is pruned (attention.pruning), and this class has whole heads"
+            return "its attention is pruned (attention.pruning), and this class does not support that"
         return mlp_problem(model)
 
     def tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:

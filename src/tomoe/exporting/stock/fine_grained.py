@@ -55,7 +55,9 @@ class FineGrained(Carrier):
     shared: tuple[str, ...] = each("mlp.shared_experts")
     shared_gate: str | None = None
     whole: tuple[str, ...] = each("mlp")
-    other_form = "its experts share neurons (experts.form = overlapping), and it has a place for fine-grained ones only"
+    other_form = (
+        "its experts share neurons (experts.form = overlapping), and this class supports fine-grained experts only"
+    )
     how_well = "up to the rounding of its router"
 
     def form_in(self, dtype: torch.dtype) -> RouterForm:
@@ -68,7 +70,7 @@ class FineGrained(Carrier):
         if moe.dtype == torch.float16 and not self.float32_routers:
             return "its weights are float16, which has no numbers as small as this class needs in a router"
         if not self.rules.holds_shared and any(mlp.shared_size for mlp in mlps):
-            return f"tokens share neurons, and this class has no place for them; {advice}"
+            return f"tokens share neurons, and this class has no shared part; {advice}"
         if self.form.corrected:
             return None
         if any(not torch.equal(mlp.router.bias, mlp.router.bias[:1].expand_as(mlp.router.bias)) for mlp in mlps):

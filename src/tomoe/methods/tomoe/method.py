@@ -36,7 +36,7 @@ from tomoe.training.run_folder import Checkpoint
 
 @method("tomoe", paper="https://openreview.net/forum?id=RFHq46pjb6")
 class ToMoE(Method):
-    """Masks of neurons, routers and the pruning of attention are learned by self-distillation; the dense weights stay frozen."""
+    """Trains masks of neurons, routers and attention pruning by self-distillation; the dense weights stay frozen."""
 
     kind: ClassVar[Form] = "overlapping"
     other_kinds: ClassVar[tuple[Form, ...]] = ("fine",)

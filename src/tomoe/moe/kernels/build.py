@@ -110,7 +110,7 @@ def _compiler() -> list[str]:
     try:
         first, *more = shlex.split(cxx)
     except ValueError as error:
-        raise Missing(f"CXX is {cxx!r}, which no shell reads ({error}); mend it or unset it") from None
+        raise Missing(f"CXX is {cxx!r}, which no shell reads ({error}); fix it or unset it") from None
     if (program := shutil.which(first)) is None:
         raise Missing(f"the C++ compiler that CXX names, {first}, is not there; {INSTALL}, or unset CXX")
     return [program, *more]

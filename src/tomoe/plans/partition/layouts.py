@@ -388,7 +388,7 @@ def _checked_least(shape: ModelShape, recipe: Recipe) -> float:
     """`least_active`. Raises UserError if the recipe asks for less."""
     least = least_active(shape, recipe)
     if recipe.active < least:
-        condition = " with attention kept whole (attention.pruning = off)" if recipe.attention.pruning == "off" else ""
+        condition = " with dense attention (attention.pruning = off)" if recipe.attention.pruning == "off" else ""
         raise UserError(
             f"active is {recipe.active}, but this model{condition} can be cut to {math.ceil(1000 * least) / 1000:.3f} of its "
             f"decoder parameters and no further{_share_of_routers(shape, recipe)}"
