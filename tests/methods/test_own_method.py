@@ -127,7 +127,7 @@ def test_keys_are_checked_together_with_the_defaults_of_the_method(tmp_path: Pat
     assert registry.settled(api.Recipe.load(None, keys))[1].train.steps == 9
     with pytest.raises(UserError, match="start = random leaves random masks"):
         registry.settled(api.Recipe.load(None, [*keys, "train.steps=0"]))
-    with pytest.raises(UserError, match=r"learning takes thousands of passes \(train.steps is 300\)"):
+    with pytest.raises(UserError, match=r"training takes thousands of passes \(train.steps is 300\)"):
         registry.settled(api.Recipe.load(None, ["method.name=dot_moe", "offload=true", "data.sources=text.txt"]))
 
 

@@ -189,7 +189,9 @@ def test_no_word_of_experts(place: Path, tomoe: CommandLine) -> None:
         assert "router" not in text, name
     refused(tomoe("route", moe, "the sea"), "no routers", "the same neurons")
     refused(tomoe("generate", moe, "the sea", "--active", "0.5"), "the same neurons for every token")
-    refused(tomoe("export", moe, "--format", "glm4_moe", "-o", moe / "x"), "glm4_moe cannot represent", "these can: dense")
+    refused(
+        tomoe("export", moe, "--format", "glm4_moe", "-o", moe / "x"), "glm4_moe cannot represent", "these can: dense"
+    )
 
 
 @pytest.mark.slow
