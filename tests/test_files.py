@@ -105,7 +105,7 @@ def test_a_file_that_has_no_end_is_not_read(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "zero", "folder"):
-        with pytest.raises(UserError, match="no ordinary file"):
+        with pytest.raises(UserError, match="not a regular file"):
             read_text(tmp_path / name)
         with pytest.raises(OSError, match="No such file"):
             sha256(tmp_path / name)

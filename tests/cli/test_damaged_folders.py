@@ -66,12 +66,12 @@ def _text(content: str) -> Callable[[Path], object]:
     [
         ("run/recipe.json", _text("[" * 100_000), "recursion limit"),
         ("run/recipe.json", _text(json.dumps({"repair": {"rank": list(range(1000))}})), "repair.rank"),
-        ("run/recipe.json", _pipe, "no ordinary file"),
+        ("run/recipe.json", _pipe, "not a regular file"),
         ("run/metrics.jsonl", lambda path: path.write_bytes(b"\xff\xfe"), "not text in UTF-8"),
         ("run/metrics.jsonl", _text('{"step": 1}\nnull\n{"step": 2}\n'), "line 2 of"),
         ("run/metrics.jsonl", _text('{"step": 1}\n{"step": "2"}\n{"step": 3}\n'), "it has no step"),
         ("run/metrics.jsonl", _text("[" * 100_000 + '\n{"step": 3}\n'), "recursion limit"),
-        ("run/metrics.jsonl", _pipe, "no ordinary file"),
+        ("run/metrics.jsonl", _pipe, "not a regular file"),
     ],
 )
 def test_a_run_that_is_damaged(

@@ -244,7 +244,7 @@ CLAIMS: list[tuple[str, str, dict[str, Any], str]] = [
     ("good", "model.safetensors.index.json", {"weight_map": None}, "outside of its folder"),
     ("good", "model.safetensors.index.json", {}, "outside of its folder"),
     *(
-        ("good", "config.json", {"transformers_weights": name}, "no file of that folder")
+        ("good", "config.json", {"transformers_weights": name}, "not a file in that folder")
         for name in ("../secret.safetensors", "/etc/passwd", 3, "")
     ),
     ("dense", "config.json", {"num_hidden_layers": 10**9}, "layers by its config"),

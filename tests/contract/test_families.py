@@ -156,7 +156,7 @@ def test_sizes_are_read_where_the_decoder_has_them(name: str, tmp_path: Path) ->
 
 def test_a_decoder_behind_an_encoder_is_refused(tmp_path: Path) -> None:
     """transformers loads such a decoder alone, with embeddings drawn anew: logits differed by 0.8 from load to load."""
-    with pytest.raises(UserError, match="a 'bart' model: its decoder continues what an encoder has read") as caught:
+    with pytest.raises(UserError, match="a 'bart' model: its decoder reads the output of an encoder") as caught:
         load("BartForConditionalGeneration", tmp_path)
     assert "\n" not in str(caught.value)
 

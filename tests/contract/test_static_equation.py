@@ -109,7 +109,7 @@ def test_what_a_dense_class_cannot_hold_is_refused_in_one_sentence() -> None:
     ("keys", "words"),
     [
         (["experts.num_experts=4"], "holds 1 expert a layer"),
-        (["attention.pruning=static"], "has whole heads of attention"),
+        (["attention.pruning=static"], "needs dense attention"),
         (["experts.form=fine"], "does not support experts.form = fine"),
     ],
 )

@@ -175,5 +175,5 @@ def test_what_is_no_model_is_named(tmp_path: Path, tomoe: CommandLine) -> None:
         w.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 4), np.float32))
 
     refused(tomoe("doctor", bare(tmp_path / "lora.gguf", adapter)), "adapter", "merge it")
-    refused(tomoe("doctor", bare(tmp_path / "clip.gguf", lambda w: w.add_type("mmproj"))), "no language model")
+    refused(tomoe("doctor", bare(tmp_path / "clip.gguf", lambda w: w.add_type("mmproj"))), "not a language model")
     refused(tomoe("doctor", bare(tmp_path / "vocab.gguf", lambda w: w.add_vocab_size(8))), "no weights")

@@ -12,7 +12,7 @@ from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
 from tomoe.memory import doctor as examination
-from tomoe.memory.duration import in_words
+from tomoe.memory import duration
 
 
 @options.makes_recipe("seed", "data", "start", "repair")
@@ -64,7 +64,7 @@ def _show(diagnosis: examination.Diagnosis) -> None:
         kind = " of main memory" if need is diagnosis.beside else ""
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
         console.say(f"About {format_bytes(need.total)}{kind} for {need.stage}: {parts}.")
-    console.say(in_words(diagnosis.seconds))
+    console.say(duration.in_words(diagnosis.seconds))
     free = available.device_memory or available.memory
     for fits, words in ((True, "Fits into what is free"), (False, "Does not fit")):
         named = [f"{name} {format_bytes(size)}" for name, size in diagnosis.works.items() if (size <= free) is fits]
