@@ -315,15 +315,15 @@ def sweet_spot(rows: Sequence[dict[str, Any]], name: str) -> str:
 @styled
 def figure(results: Results) -> CaptionedFigure:
     """KL and solved problems against the active share: a color for each way, filled for the first model, else open."""
-    drawn, axes = canvas(4.6, 2, sharex=True)
+    drawn, axes = canvas(5.2, 2, sharex=True)
     said = []
     # more experts than a repair was fitted to are for the table
     rows = [row for row in in_order(results) if row["way"] != "dialed"]
     names, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "way"))
-    colors, markers = (*COLORS, "#56b4e9"), (*MARKERS, "v")
+    colors, markers = (*COLORS, "#56b4e9", "#000000"), (*MARKERS, "v", "P")
 
     def style(way: str, name: str) -> dict[str, Any]:
-        i = ways.index(way) % 5
+        i = ways.index(way) % len(colors)
         look = {"color": colors[i], "marker": markers[i], "markersize": 6, "linestyle": "none"}
         return look if name == names[0] else look | {"markerfacecolor": "none"}
 
@@ -338,15 +338,14 @@ def figure(results: Results) -> CaptionedFigure:
         axes[0].plot([], [], label=SHOWN[way], **style(way, names[0]))
     for name in names[1:]:
         axes[0].plot([], [], label=f"open: {name}", **style("dense", name))
-    # room for the legend
-    axes[0].set_ylim(top=1.2 * axes[0].get_ylim()[1])
     axes[0].set_ylabel("KL to the dense model, nats")
     axes[1].set_ylabel("HumanEval solved")
     axes[1].set_xlabel("active decoder parameters, %")
-    axes[0].legend(loc="upper right", title=names[0] if len(names) == 1 else f"filled: {names[0]}")
+    title = names[0] if len(names) == 1 else f"filled: {names[0]}"
+    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, title=title)
     return CaptionedFigure(
-        "headline", "What is left at each share", "; ".join(said),
-        "Above, the distance from the dense model (100 %) on WikiText-2; below, the share of problems solved.", drawn,
+        "headline", "Quality at each active fraction", "; ".join(said),
+        "Above, KL to the dense model (100%) on WikiText-2; below, the share of problems solved.", drawn,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import statistics
 import string
 import time
@@ -218,7 +219,7 @@ def measure(args: argparse.Namespace) -> None:
                     cell["ms"].append(1e3 * token)
                     cell["prompt ms"].append(1e3 * prompt)
     write(args, rows=kept(args.results).get("rows", {}) | found)
-    print("| | after | ms a token | ms a prompt | read for a token | x dense |\n|---|---|---|---|---|---|")
+    print("| | after | ms per token | ms per prompt | read for a token | x dense |\n|---|---|---|---|---|---|")
     for name, row in rows.items():
         for length in args.prompts:
             after = f"after {length}"
@@ -241,36 +242,45 @@ def points(results: dict[str, Any], headline: dict[str, Any]) -> Iterator[tuple[
     for name, row in results["rows"].items():
         ms = statistics.median(next(cell for key, cell in row.items() if key.startswith("after"))["ms"])
         if name in results["solved"]:
-            yield name, "llama.cpp", ms, results["solved"][name][0]
+            yield f"{named(name)}, llama.cpp", "llama.cpp", ms, results["solved"][name][0]
         elif name.startswith("dense"):
-            yield name.removeprefix("dense, "), "dense", ms, dense["humaneval"]["solved"]
+            yield name, "dense", ms, dense["humaneval"]["solved"]
         elif name.startswith("inputs") and name.endswith(SAME_KERNEL) and whole:
             yield whole, "dense", ms, dense["humaneval"]["solved"]
             whole = ""
         elif "humaneval" in known.get(name, {}):
-            yield name.replace("fine-grained", "experts"), "tomoe", ms, known[name]["humaneval"]["solved"]
+            kind, share = name.replace("fine-grained", "experts").split()
+            yield f"{kind} at {share}", "tomoe", ms, known[name]["humaneval"]["solved"]
+
+
+def named(file: str) -> str:
+    """A GGUF file as the table of results names it: "experts70-Q8_0" is "experts at 70%, Q8_0"."""
+    experts = re.fullmatch(r"experts(\d+)-(\w+)", file)
+    return f"experts at {experts[1]}%, {experts[2]}" if experts else f"dense, {file}"
 
 
 @styled
 def figure(results: dict[str, Any], headline: dict[str, Any]) -> CaptionedFigure:
-    """Solved problems over milliseconds a token."""
+    """Solved problems vs. milliseconds per token."""
     shown = list(points(results, headline))
     drawn, (axis,) = canvas(3.2)
     for kind, color, marker in zip(("tomoe", "dense", "llama.cpp"), COLORS, MARKERS, strict=False):
         own = [(ms, hits) for _, its, ms, hits in shown if its == kind]
         axis.plot(*zip(*own, strict=True), linestyle="none", marker=marker, color=color, markersize=6)
     for name, kind, ms, hits in shown:
-        # files of llama.cpp stand close together
-        above = kind == "dense" or name.startswith("Q4")
-        place, side = ((7, -3), "left") if kind == "tomoe" else ((0, 7 if above else -13), "center")
+        place, side = ((7, -3), "left") if kind == "tomoe" else ((0, 7), "center")
+        if kind == "llama.cpp":
+            # the dense files lie close together
+            height = 8 if name.startswith("experts") else 21 if "Q4" in name else -15
+            place, side = (-4, height), "left"
         axis.annotate(name, (ms, hits), place, textcoords="offset points", ha=side, fontsize=7)
     axis.set_xlim(0, 1.1 * max(ms for _, _, ms, _ in shown))
     axis.set_ylim(0, 1.2 * max(hits for *_, hits in shown))
-    axis.set_xlabel("milliseconds a token, one thread")
-    axis.set_ylabel("problems of HumanEval solved")
+    axis.set_xlabel("milliseconds per token, one thread")
+    axis.set_ylabel("HumanEval problems solved")
     said = "; ".join(f"{name}: {ms:.0f} ms, {hits:.0f}" for name, _, ms, hits in shown)
     caption = "Upper left is better. Circles: tomoe; squares: the dense weights in PyTorch; triangles: llama.cpp."
-    return CaptionedFigure("rivals", "Problems solved and milliseconds a token", said, caption, drawn)
+    return CaptionedFigure("rivals", "HumanEval problems solved vs. time per token", said, caption, drawn)
 
 
 def pair(text: str) -> tuple[str, str]:
