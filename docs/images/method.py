@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 
 WIDTH, LEFT, TOP, MARGIN = 480, 60, 14, 20  # LEFT: of the first column; MARGIN: of text
-STEP, CELL, GAP = 11, 9, 8  # distance and width of columns; between experts
+STEP, CELL, GAP = 11, 9, 7  # distance and width of columns; between experts
 ROW, HEIGHT = 30, 14  # distance of two tokens, height of a cell
 LINE = 18  # distance of two lines of text
 INK, SOFT, CARD = "#1f2933", "#52606d", "#fbfbf9"
