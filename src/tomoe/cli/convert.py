@@ -18,7 +18,6 @@ from tomoe.evaluation import tables
 from tomoe.exporting import choice
 from tomoe.memory import duration, estimate
 from tomoe.methods import registry
-from tomoe.model.loading import load_config
 from tomoe.pipeline import convert as conversion
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import build, warnings
@@ -66,8 +65,7 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
         estimate.check_memory(recipe, folds=True)
     first = distributed.rank() == 0
     if first and recipe.offload:
-        sizes = estimate.sizes_of(load_config(recipe.model), recipe)
-        output().say(duration.in_words(duration.durations(sizes, *registry.settled(recipe))))
+        output().say(duration.estimated(recipe))
     # until the report is written: the conversion locks OUT for itself only
     with Screen() as screen, distributed.locked(out, "convert"), resumable(out / "run"):
         plan, dense = conversion.convert_dense(recipe, out, resume, force, screen.on_progress)

@@ -17,10 +17,12 @@ from tomoe import distributed
 from tomoe.budget import decoder_params
 from tomoe.data.evaluation_text import OFFLOADED_TOKENS
 from tomoe.data.sources import SELF
-from tomoe.memory.estimate import Sizes, fitted_tokens
+from tomoe.memory.estimate import Sizes, fitted_tokens, sizes_of
 from tomoe.methods.base import Method
+from tomoe.methods.registry import settled
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.far_tokens import BEHIND
+from tomoe.model.loading import load_config
 from tomoe.model.shape import ModelShape
 from tomoe.plans.repair.equations import equation_operations
 from tomoe.recipe.conversion import Recipe
@@ -107,6 +109,12 @@ def _repair(shape: ModelShape, recipe: Recipe) -> Work:
     # the streams, what the masks took away, what the change adds
     operations = tokens * (streams * layer + 2 * down) + plain
     return Work("repair", shape.num_layers * operations, exact=shape.num_layers * exact)
+
+
+def estimated(recipe: Recipe) -> str:
+    """The sentence on how long a conversion takes, from the model's config alone."""
+    method, recipe = settled(recipe)
+    return in_words(durations(sizes_of(load_config(recipe.model), recipe), method, recipe))
 
 
 def durations(sizes: Sizes, method: Method, recipe: Recipe) -> dict[str, float]:
