@@ -34,8 +34,16 @@ from tomoe.plans import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
-# A pruned attention is filled up, with biases or norms or neither; the output matrix of llama3 is that of the embeddings.
-CASES = [("llama", "off"), ("llama3", "static"), ("qwen2", "static"), ("qwen3", "off"), ("qwen3", "static")]
+# A pruned attention is filled up, with biases or norms or neither; the output matrix of llama3 is that of the embeddings; dot_moe
+# has learned groups and routers.
+CASES = [
+    ("llama", "off"),
+    ("llama", "dot_moe"),
+    ("llama3", "static"),
+    ("qwen2", "static"),
+    ("qwen3", "off"),
+    ("qwen3", "static"),
+]
 # of the largest logit, among tokens without a near tie
 TOLERANCE = 1e-3
 # A near tie: the last expert that is chosen is nearer to the first that is not than this share of the router's largest logit.
@@ -45,6 +53,14 @@ NEAR_TIE = 2**-7
 
 def fine_plan(dense: PreTrainedModel, attention: str, **experts: object) -> Plan:
     return make_plan(dense, attention, active=0.7, form="fine", **experts)
+
+
+def learned_plan(dense: PreTrainedModel) -> Plan:
+    """By `dot_moe`, after three fast steps."""
+    recipe = {"train.steps": 3, "train.warmup_steps": 0, "train.learning_rate": 0.05, "train.dtype": "float32"}
+    plan = api.plan(dense, "dot_moe", tokens(8, 40), active=0.698, recipe=recipe | {"experts.num_experts": 8})
+    assert isinstance(plan, Plan)
+    return plan
 
 
 def written(dense: PreTrainedModel, plan: Plan, folder: Path, multiple: int | None = None) -> Case:
@@ -58,9 +74,10 @@ def written(dense: PreTrainedModel, plan: Plan, folder: Path, multiple: int | No
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, attention = request.param
+    family, kind = request.param
     dense = make_pico(family)
-    return written(dense, fine_plan(dense, attention), tmp_path_factory.mktemp("export") / "out")
+    plan = learned_plan(dense) if kind == "dot_moe" else fine_plan(dense, kind)
+    return written(dense, plan, tmp_path_factory.mktemp("export") / "out")
 
 
 def chosen_experts(moe: Any, ids: Tensor, n: int) -> tuple[Tensor, list[Tensor]]:
@@ -131,24 +148,6 @@ def test_with_all_experts_no_router_decides(case: Case) -> None:
 
 def set_top_k(plan: Plan, k: int) -> Plan:
     return replace(plan, layers=tuple(replace(layer, top_k=k) for layer in plan.layers))
-
-
-def test_learned_groups_and_routers_are_exported_as_they_are(tmp_path: Path) -> None:
-    """Logits of learned routers lie closer together than those of fitted ones, so the tokens without a near tie decide."""
-    dense = make_pico("llama")
-    recipe = {
-        "train.warmup_steps": 0,
-        "train.learning_rate": 0.05,
-        "train.dtype": "float32",
-        "experts.num_experts": 8,
-        "train.steps": 3,
-    }
-    with torch.enable_grad():
-        plan = api.plan(dense, "dot_moe", tokens(8, 40), active=0.698, recipe=recipe)
-    case = written(dense, plan, tmp_path / "out")
-    assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), case.folded)
-    everything, converted = all_experts(case)
-    assert compare(case, everything, converted, tokens(8, 16, seed=5))[0] == 1
 
 
 def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -> None:
