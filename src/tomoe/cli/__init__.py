@@ -1,81 +1,22 @@
-"""The command line: one module per subcommand. A command reads one artifact and writes the next."""
+"""The command line: one module per subcommand. A command reads one artifact and writes the next.
+
+Commands import what needs PyTorch where they use it: help and mistyped options do not wait for it.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import click
 import typer
 from typer.core import TyperCommand
 
-from tomoe.cli.signals import Stopped, check, stoppable
-from tomoe.errors import Advice, UserError, is_out_of_memory, shortened
-from tomoe.version import __version__
-
-# What imports PyTorch, transformers or matplotlib: seconds, which help and typing mistakes would have to wait for. A verb writes
-# `from tomoe.report import build`, not the names in it, and the module is loaded when the first of its names is used.
-LOADED_LATER = (
-    "distributed.py",
-    "evaluation/**/*.py",
-    "exporting/**/*.py",
-    "finetuning/**/*.py",
-    "memory/**/*.py",
-    "methods/registry.py",
-    "model/checks.py",
-    "model/generation.py",
-    "moe/active_experts.py",
-    "pipeline/**/*.py",
-    "plans/**/*.py",
-    "report/**/*.py",
-    "training/run_folder.py",
-)
-# what takes less of it, of the options that the command has
-LESS_MEMORY = (
-    Advice("offload", "to hold one layer at a time"),
-    Advice("context", "for shorter sequences", "N"),
-    Advice("batch_size", "for smaller batches", "N"),
-    Advice("data.seq_len", "for shorter sequences", "N"),
-)
-SOURCE = Path(__file__).parents[1]
-
-
-class _LoadedLater(ModuleType):
-    """A module of tomoe in its place, which loads itself when a name in it is first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        # whoever looks through all modules reads such names, even while PyTorch is being imported
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        assert self.__spec__ is not None
-        assert self.__spec__.loader is not None
-        self.__spec__.loader.exec_module(self)
-        # imports may swallow a Ctrl-C
-        check()
-        return getattr(self, name)
-
-
-for _path in (path for later in LOADED_LATER for path in sorted(SOURCE.glob(later))):
-    _name = ".".join(_path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
-    if _name not in sys.modules:
-        _spec = importlib.util.find_spec(_name)
-        assert _spec is not None
-        _module = sys.modules[_name] = importlib.util.module_from_spec(_spec)
-        _module.__class__ = _LoadedLater
-        _parent, _, _child = _name.rpartition(".")
-        setattr(sys.modules[_parent], _child, _module)
-
-# ruff: noqa: E402  (the verbs come after the modules that they load later)
-from tomoe import distributed
 from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
 from tomoe.cli.compare import compare
@@ -93,7 +34,18 @@ from tomoe.cli.plan import plan
 from tomoe.cli.repair import repair
 from tomoe.cli.report import report
 from tomoe.cli.route import route
+from tomoe.cli.signals import Stopped, stoppable
 from tomoe.cli.train import train
+from tomoe.errors import Advice, UserError, is_out_of_memory, shortened
+from tomoe.version import __version__
+
+# what takes less of it, of the options that the command has
+LESS_MEMORY = (
+    Advice("offload", "to hold one layer at a time"),
+    Advice("context", "for shorter sequences", "N"),
+    Advice("batch_size", "for smaller batches", "N"),
+    Advice("data.seq_len", "for shorter sequences", "N"),
+)
 
 
 class _Verb(TyperCommand):
@@ -150,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with only_notes(), stoppable(), distributed.process_group() if _processes() > 1 else nullcontext():
+        with only_notes(), stoppable(), _process_group():
             app(words, prog_name="tomoe")
     except UserError as error:
         _fail(2, error.told(partial(option_of, command=_command(words))))
@@ -167,12 +119,16 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def _processes() -> int:
-    """The processes of this run, as torchrun says. Raises UserError for what is no number."""
+def _process_group() -> AbstractContextManager[None]:
+    """That of torchrun, if it started this process beside others. Raises UserError if WORLD_SIZE is not a number."""
     said = os.environ.get("WORLD_SIZE") or "1"
     if not said.isdecimal():
         raise UserError(f"the environment variable WORLD_SIZE is {said!r}, but it should be a number; unset it")
-    return int(said)
+    if int(said) < 2:
+        return nullcontext()
+    from tomoe import distributed
+
+    return distributed.process_group()
 
 
 def _command(words: Sequence[str]) -> click.Command | None:

@@ -8,7 +8,6 @@ import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import Screen
-from tomoe.pipeline import stages
 
 
 def apply(
@@ -23,6 +22,8 @@ def apply(
     force: options.Force = False,
 ) -> None:
     """Build the converted model from a plan and its dense model."""
+    from tomoe.pipeline import stages
+
     with Screen() as screen:
         applied = stages.apply_plan(plan, model, out, dtype, force)
     checked = "" if applied.source else " The plan has no fingerprint, so only the sizes of the weights were checked."

@@ -12,9 +12,6 @@ from tomoe import files, folders
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
-from tomoe.evaluation import tables
-from tomoe.evaluation.speed import throughput, timings
-from tomoe.exporting.gguf import layout_speed
 from tomoe.progress import stage_callback
 
 Engine = Literal["pytorch", "llama.cpp"]
@@ -57,6 +54,10 @@ def benchmark(
     json_file: options.JsonFile = None,
 ) -> None:
     """Time a dense model and its conversion, or estimate the gain in llama.cpp before a conversion."""
+    from tomoe.evaluation import tables
+    from tomoe.evaluation.speed import throughput, timings
+    from tomoe.exporting.gguf import layout_speed
+
     mark = layout_speed.FORMAT if engine == "llama.cpp" else timings.FORMAT
     folders.refuse_stranger(json_file, f'"{mark}"')
     options.check_model(dense)
@@ -100,6 +101,9 @@ def _time_layouts(
     model: str, actives: list[float], prompts: list[int], threads: int, rounds: int, json_file: Path | None
 ) -> None:
     """Time layouts of experts in llama.cpp, with Q8_0 and Q4_K_M weights."""
+    from tomoe.evaluation import tables
+    from tomoe.exporting.gguf import layout_speed
+
     if len(prompts) != 1:
         raise UserError(f"--engine llama.cpp takes one --prompt, not {len(prompts)}")
     with Screen() as screen:

@@ -8,7 +8,6 @@ import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
-from tomoe.pipeline import comparison
 
 
 def _names(text: str) -> list[str]:
@@ -47,6 +46,8 @@ def compare(
     """Compare methods on one text; an interrupted comparison continues when run again."""
     recipe = chosen.make()
     options.check_model(chosen.model)
+    from tomoe.pipeline import comparison
+
     with Screen() as screen:
         entries = comparison.compare_methods(
             recipe,

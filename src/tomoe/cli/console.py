@@ -12,18 +12,19 @@ import time
 import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tomoe import distributed
 from tomoe.cli.signals import check
 from tomoe.errors import Note, shortened
 from tomoe.files import basename
-from tomoe.report import page, warnings
+
+if TYPE_CHECKING:
+    from tomoe.report import page, warnings
 
 # seconds between two lines of progress if there is no terminal
 PLAIN_SECONDS = 10.0
@@ -102,6 +103,8 @@ def only_notes() -> Iterator[None]:
 
 
 def output() -> SafeConsole:
+    # what was imported until here may have swallowed a Ctrl-C
+    check()
     return SafeConsole(sys.stdout)
 
 
@@ -146,6 +149,8 @@ class Screen:
     """Progress of one command: bars on a terminal, a line every ten seconds elsewhere. Libraries are silent from here on."""
 
     def __init__(self, console: Console | None = None) -> None:
+        from tomoe import distributed
+
         quiet_libraries()
         # this stderr, even if others are silenced
         self.console = console or SafeConsole(sys.stderr, quiet=distributed.rank() > 0)

@@ -7,20 +7,13 @@ from typing import Annotated
 
 import typer
 
-from tomoe import distributed
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_text, show_warnings
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
 from tomoe.cli.signals import resumable
 from tomoe.errors import UserError
-from tomoe.evaluation import tables
-from tomoe.exporting import choice
-from tomoe.memory import duration, estimate
-from tomoe.methods import registry
-from tomoe.pipeline import convert as conversion
 from tomoe.recipe.conversion import Recipe
-from tomoe.report import build, warnings
 
 Target = Annotated[
     Format | None,
@@ -43,6 +36,9 @@ def convert(
     """Convert a dense model to an MoE or to sparse inputs, and measure both models."""
     # `auto` names no form: exporting/choice.py says what it stands for, before a conversion and after it
     recipe = chosen.make(target=None if format == "auto" else format, offload=offload or None)
+    from tomoe.exporting import choice
+    from tomoe.methods import registry
+
     if format == "auto" and recipe.target == "hf" and recipe.model:
         recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=offload or None)
     if format is not None and registry.settled(recipe)[0].kind == "inputs":
@@ -58,6 +54,12 @@ def convert(
 
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False) -> bool:
     """Convert, measure, write the reports and show the results; returns whether this is the process that shows them."""
+    from tomoe import distributed
+    from tomoe.evaluation import tables
+    from tomoe.memory import duration, estimate
+    from tomoe.pipeline import convert as conversion
+    from tomoe.report import build, warnings
+
     options.check_model(recipe.model)
     options.check_out(out, out / "run", recipe, resume, force)
 
@@ -88,6 +90,8 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
 
 def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
     """What to try after a conversion, as (command, what it does)."""
+    from tomoe.methods import registry
+
     model, folder = quoted(recipe.model), quoted(out)
     commands = [
         (f'tomoe generate {folder} "Once upon a time"', "generate text"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -11,8 +12,9 @@ from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
-from tomoe.memory import doctor as examination
-from tomoe.memory import duration
+
+if TYPE_CHECKING:
+    from tomoe.memory import doctor as examination
 
 
 @options.makes_recipe("seed", "data", "start", "repair")
@@ -20,6 +22,7 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
     """Check whether a model can be converted: structure, reachable budgets, memory."""
     conversion = chosen.make()
     options.check_model(chosen.model)
+    from tomoe.memory import doctor as examination
 
     with Screen():
         diagnosis = examination.examine(conversion)
@@ -38,6 +41,8 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
 
 
 def _show(diagnosis: examination.Diagnosis) -> None:
+    from tomoe.memory import duration
+
     console = output()
     sizes = diagnosis.sizes
     available = diagnosis.available

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tomoe import distributed, folders, plans
+from tomoe import folders
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, quiet_libraries, show_warnings
 from tomoe.errors import UserError
-from tomoe.evaluation import evaluate as evaluation
-from tomoe.evaluation import results, tables
-from tomoe.evaluation import tasks as task_sets
 from tomoe.files import atomic_write, basename
-from tomoe.moe import active_experts
-from tomoe.report import warnings
+
+if TYPE_CHECKING:
+    from tomoe.evaluation import results
+    from tomoe.evaluation import tasks as task_sets
+    from tomoe.moe import active_experts
 
 Suite = Annotated[
     Literal["paper", "moe"] | None, typer.Option("--suite", help="Run the tasks of one of the paper's tables.")
@@ -65,6 +65,9 @@ def evaluate(
     markdown_file: MarkdownFile = None,
 ) -> None:
     """Measure models on the same text: perplexity, KL, tasks."""
+    from tomoe import distributed
+    from tomoe.evaluation import evaluate as evaluation
+
     task_set = _tasks(suite, tasks, task_dir, limit, batch_size, run_code)
     for name in models:
         options.check_model(name)
@@ -101,6 +104,8 @@ def evaluate(
 
 def _check_files(json_file: Path | None, markdown_file: Path | None) -> None:
     """Raises UserError for files that tomoe did not write, and for one file for both."""
+    from tomoe.evaluation import results, tables
+
     folders.refuse_stranger(json_file, f'"{results.FORMAT}"')
     folders.refuse_stranger(markdown_file, tables.MARK)
     if json_file and markdown_file and json_file.resolve() == markdown_file.resolve():
@@ -108,6 +113,8 @@ def _check_files(json_file: Path | None, markdown_file: Path | None) -> None:
 
 
 def _write(measured: Sequence[results.Row], json_file: Path | None, markdown_file: Path | None) -> None:
+    from tomoe.evaluation import results, tables
+
     if json_file is not None:
         atomic_write(json_file, results.to_json(list(measured)))
     if markdown_file is not None:
@@ -116,6 +123,11 @@ def _write(measured: Sequence[results.Row], json_file: Path | None, markdown_fil
 
 def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measured: Sequence[results.Row]) -> None:
     """Print the tables, then warnings, and keep what was measured at points of a dial; `settings` are those of the rows."""
+    from tomoe import plans
+    from tomoe.evaluation import evaluate as evaluation
+    from tomoe.evaluation import tables
+    from tomoe.report import warnings
+
     console = output()
     console.print(tables.to_rich(measured))
     for table in tables.more_to_rich(measured):
@@ -136,6 +148,8 @@ def _tasks(
     suite: str | None, names: str | None, folder: Path | None, limit: int | None, batch_size: int, run_code: bool
 ) -> task_sets.TaskSet | None:
     """The requested tasks, before any model is loaded. Raises UserError if one does not exist."""
+    from tomoe.evaluation import tasks as task_sets
+
     if suite is None and names is None:
         if folder is not None or limit is not None or run_code:
             raise UserError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
-from tomoe.exporting import export as exporting
-from tomoe.exporting import target
 from tomoe.recipe import target_rules
+
+if TYPE_CHECKING:
+    from tomoe.exporting import export as exporting
 
 Format = Literal["auto", target_rules.Format]
 
@@ -49,6 +50,9 @@ def export(
     ] = False,
 ) -> None:
     """Export to a stock architecture (Mixtral, GLM-4-MoE ...) or GGUF, and verify it on text."""
+    from tomoe.exporting import export as exporting
+    from tomoe.exporting import target
+
     with Screen() as screen:
         exported = exporting.export(
             folder,

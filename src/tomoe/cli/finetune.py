@@ -6,15 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from tomoe import distributed, plans
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.cli.signals import resumable
-from tomoe.evaluation import tables
-from tomoe.finetuning import finetune as finetuning
 from tomoe.model import names
 from tomoe.recipe.finetuning import FinetuneRecipe
-from tomoe.report import warnings
 
 
 def finetune(
@@ -49,6 +45,10 @@ def finetune(
     }
     tuning = names.located(FinetuneRecipe.load(recipe, options.overrides(named) + (changes or [])))
     options.check_out(out, out / "run", tuning, resume, force)
+    from tomoe import distributed, plans
+    from tomoe.evaluation import tables
+    from tomoe.finetuning import finetune as finetuning
+    from tomoe.report import warnings
 
     with Screen() as screen, resumable(out / "run"):
         finetuning.finetune(tuning, out, resume, force, screen.on_progress)

@@ -9,8 +9,6 @@ import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import printable, quiet_libraries
-from tomoe.model import generation
-from tomoe.moe import active_experts
 
 
 def generate(
@@ -32,6 +30,9 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
 ) -> None:
     """Generate text with a dense or converted model."""
+    from tomoe.model import generation
+    from tomoe.moe import active_experts
+
     options.check_model(model)
 
     quiet_libraries()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tomoe import files, plans
+from tomoe import files
 from tomoe.cli import options
 from tomoe.cli.console import describe_step, output, show_warnings
 from tomoe.errors import UserError
-from tomoe.evaluation import results, tables
-from tomoe.model import checks
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
-from tomoe.report import summary, warnings
-from tomoe.training import run_folder
+
+if TYPE_CHECKING:
+    from tomoe import plans
+    from tomoe.report import warnings
 
 LEARNED = ("masks", "weights")  # the folder of a run's checkpoints: masks of a conversion, weights of a fine-tuning
 
@@ -31,6 +31,10 @@ def inspect(
     ] = False,
 ) -> None:
     """Show the contents of a plan, converted model or run."""
+    from tomoe import plans
+    from tomoe.evaluation import results
+    from tomoe.report import warnings
+
     if verify:
         _verify(folder)
     elif (folder / "plan.json").exists():
@@ -53,6 +57,9 @@ def _run_of(folder: Path) -> tuple[Path, str] | None:
 
 def _verify(folder: Path) -> None:
     # a plan by itself holds the checksum of its tensors, and is refused with numbers that are not finite
+    from tomoe import plans
+    from tomoe.model import checks
+
     if (folder / "plan.json").is_file() and not (folder / "config.json").exists():
         plans.read_plan(folder)
         output().say(f"The tensors of the plan in {folder} are as they were written (sha256).")
@@ -74,6 +81,9 @@ def _verify(folder: Path) -> None:
 
 
 def _show_plan(loaded: plans.AnyPlan, findings: list[warnings.Finding], as_json: bool) -> None:
+    from tomoe.evaluation import tables
+    from tomoe.report import summary
+
     totals = loaded.totals()
     if as_json:
         holds = {"layers": loaded.describe(), "totals": totals, "warnings": [asdict(finding) for finding in findings]}
@@ -91,6 +101,8 @@ def _show_plan(loaded: plans.AnyPlan, findings: list[warnings.Finding], as_json:
 
 
 def _show_run(folder: Path, learned: str, as_json: bool) -> None:
+    from tomoe.training import run_folder
+
     recipe = (Recipe if learned == "masks" else FinetuneRecipe).load(folder / "recipe.json")
     run = run_folder.RunFolder(folder, learned)
     checkpoint = run.last()

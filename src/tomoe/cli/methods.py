@@ -8,7 +8,6 @@ import typer
 from rich.table import Table
 
 from tomoe.cli.console import output
-from tomoe.methods import registry
 from tomoe.recipe import target_rules
 
 
@@ -18,6 +17,8 @@ def methods(
     ] = None,
 ) -> None:
     """List the conversion methods, or the settings of one."""
+    from tomoe.methods import registry
+
     console = output()
     if name is None:
         table = Table("name", "what it does", "trains", "runs in", box=None, pad_edge=False)

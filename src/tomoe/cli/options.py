@@ -15,13 +15,11 @@ from typing import Annotated, Any, Literal
 import click
 import typer
 
-from tomoe import distributed, folders, locks
+from tomoe import folders, locks
 from tomoe.errors import Advice, UserError
-from tomoe.methods import registry
 from tomoe.model import catalog, names
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
-from tomoe.training import run_folder
 
 PERCENT = re.compile(r"([0-9.]+)\s*%")
 
@@ -209,6 +207,8 @@ class RecipeOptions:
         changes = [*overrides(alias), *overrides(named), *map(with_fractions, self.changes or [])]
         # mistakes in it are found before methods, and what they import, are loaded
         recipe = names.located(Recipe.load(self.recipe, changes))
+        from tomoe.methods import registry
+
         return registry.settled(recipe)[1]
 
 
@@ -244,6 +244,8 @@ def check_model(name: str) -> None:
 
 def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resume: bool, force: bool) -> None:
     """Raises UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use."""
+    from tomoe import distributed
+    from tomoe.training import run_folder
 
     def check() -> None:
         folder = run if out is None else out

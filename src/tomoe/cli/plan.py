@@ -9,7 +9,6 @@ import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import Screen
-from tomoe.pipeline import stages
 
 
 def plan(
@@ -19,6 +18,8 @@ def plan(
     force: options.Force = False,
 ) -> None:
     """Extract a plan from the newest checkpoint of a run."""
+    from tomoe.pipeline import stages
+
     with Screen() as screen:
         extracted = stages.plan(run, out, active, force)
     screen.say(

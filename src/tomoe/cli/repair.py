@@ -6,15 +6,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from tomoe import distributed, plans
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_warnings
-from tomoe.evaluation import tables
 from tomoe.files import basename
-from tomoe.finetuning import finetune as finetuning
-from tomoe.finetuning import repair as refitting
 from tomoe.recipe.finetuning import FinetuneRecipe
-from tomoe.report import summary, warnings
 
 
 def repair(
@@ -31,6 +26,12 @@ def repair(
     force: options.Force = False,
 ) -> None:
     """Refit the down projections in closed form: minutes, no training. Measures the result on held-out text, if there is any."""
+    from tomoe import distributed, plans
+    from tomoe.evaluation import tables
+    from tomoe.finetuning import finetune as finetuning
+    from tomoe.finetuning import repair as refitting
+    from tomoe.report import summary, warnings
+
     named: dict[str, object] = {"repair.mode": mode, "repair.tokens": tokens}
     settings = options.overrides(named) + (changes or [])
     with Screen() as screen:

@@ -6,11 +6,8 @@ from typing import Annotated
 
 import typer
 
-from tomoe import distributed
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_text
-from tomoe.evaluation import tables
-from tomoe.report import build
 
 
 def report(
@@ -18,6 +15,10 @@ def report(
     again: Annotated[bool, typer.Option("--again", help="Repeat all measurements.")] = False,
 ) -> None:
     """Write a self-contained report.html and its figures."""
+    from tomoe import distributed
+    from tomoe.evaluation import tables
+    from tomoe.report import build
+
     with Screen() as screen:
         rows, texts = build.write_reports(folder, screen.on_progress, again=again)
     if distributed.rank():

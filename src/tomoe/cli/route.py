@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,10 +13,10 @@ from tomoe import folders
 from tomoe.cli import options
 from tomoe.cli.console import output, printable, quiet_libraries
 from tomoe.errors import UserError
-from tomoe.evaluation import routing_trace
 from tomoe.files import basename, read_text
-from tomoe.moe import active_experts
-from tomoe.report import html as pages
+
+if TYPE_CHECKING:
+    from tomoe.evaluation import routing_trace
 
 ENOUGH = 100  # tokens from which on the shares of experts say something
 # fine-grained experts that the line on a layer names
@@ -42,6 +42,10 @@ def route(
         raise UserError('give a text to route, or --file FILE, for example tomoe route MODEL "Once upon a time"')
     passage = str(text) if file is None else read_text(file)
     options.check_model(model)
+    from tomoe.evaluation import routing_trace
+    from tomoe.moe import active_experts
+    from tomoe.report import html as pages
+
     folders.refuse_stranger(html, pages.MARK)
 
     quiet_libraries()
@@ -66,6 +70,8 @@ def route(
 def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, colored: bool) -> None:
     """The tokens of a layer, on the color of their (strongest) expert, or with its number behind them: of a long text below a
     line with the shares of the experts, of a short one in one line, so that layers can be compared."""
+    from tomoe.report import html as pages
+
     if not trace.has_choice(layer):
         console.print(Text(f"layer {layer}: every token uses the same experts\n"), soft_wrap=True)
         return
@@ -95,4 +101,6 @@ def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, 
 
 def style(expert: int) -> str:
     """Black on the color of the expert; the second eight are underlined."""
+    from tomoe.report import html as pages
+
     return f"{'underline ' if expert // 8 % 2 else ''}#14171a on {pages.COLORS[expert % 8]}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tomoe.cli import options
 from tomoe.cli.console import Screen
 from tomoe.cli.signals import resumable
-from tomoe.memory import estimate
-from tomoe.pipeline import stages
 
 
 @options.makes_recipe()
@@ -21,6 +19,8 @@ def train(
     recipe = chosen.make()
     options.check_model(chosen.model)
     options.check_out(None, out, recipe, resume, force)
+    from tomoe.memory import estimate
+    from tomoe.pipeline import stages
 
     if not skip_memory_check:
         estimate.check_memory(recipe, folds=False)
