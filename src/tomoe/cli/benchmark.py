@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,9 @@ from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
 from tomoe.progress import stage_callback
+
+if TYPE_CHECKING:
+    from tomoe.evaluation.speed import timings
 
 Engine = Literal["pytorch", "llama.cpp"]
 Actives = Annotated[
@@ -54,7 +57,6 @@ def benchmark(
     json_file: options.JsonFile = None,
 ) -> None:
     """Time a dense model and its conversion, or estimate the gain in llama.cpp before a conversion."""
-    from tomoe.evaluation import tables
     from tomoe.evaluation.speed import throughput, timings
     from tomoe.exporting.gguf import layout_speed
 
@@ -92,6 +94,13 @@ def benchmark(
             active=active and active[0],
             on_progress=screen.on_progress,
         )
+    _show(measured, json_file)
+
+
+def _show(measured: timings.Benchmark, json_file: Path | None) -> None:
+    from tomoe.evaluation import tables
+    from tomoe.evaluation.speed import timings
+
     output().print(tables.rich_table(*timings.table(measured.cells), timings.footnote(measured)))
     if json_file is not None:
         files.atomic_write(json_file, timings.to_json(measured))
