@@ -71,9 +71,7 @@ def benchmark(
         )
         return
     if moe is None:
-        raise UserError(
-            "name the converted model, too: tomoe benchmark DENSE MOE; without one, --engine llama.cpp times layouts"
-        )
+        raise UserError("name the converted model, too: tomoe benchmark DENSE MOE; --engine llama.cpp needs none")
     options.check_model(moe)
     if active and len(active) > 1:
         raise UserError("--active lists several fractions, but a converted model runs at one fraction at a time")
