@@ -65,7 +65,6 @@ def evaluate(
     markdown_file: MarkdownFile = None,
 ) -> None:
     """Measure models on the same text: perplexity, KL, tasks."""
-    from tomoe import distributed
     from tomoe.evaluation import evaluate as evaluation
 
     task_set = _tasks(suite, tasks, task_dir, limit, batch_size, run_code)
@@ -97,7 +96,7 @@ def evaluate(
             )
     finally:
         # what was measured before an error, or before the command was stopped, took its time
-        if measured and not distributed.rank():
+        if measured:
             _write(measured, json_file, markdown_file)
             _show(settings[: len(measured)], measured)
 
@@ -113,8 +112,11 @@ def _check_files(json_file: Path | None, markdown_file: Path | None) -> None:
 
 
 def _write(measured: Sequence[results.Row], json_file: Path | None, markdown_file: Path | None) -> None:
+    from tomoe import distributed
     from tomoe.evaluation import results, tables
 
+    if distributed.rank():
+        return
     if json_file is not None:
         atomic_write(json_file, results.to_json(list(measured)))
     if markdown_file is not None:
@@ -123,11 +125,13 @@ def _write(measured: Sequence[results.Row], json_file: Path | None, markdown_fil
 
 def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measured: Sequence[results.Row]) -> None:
     """Print the tables, then warnings, and keep what was measured at points of a dial; `settings` are those of the rows."""
-    from tomoe import plans
+    from tomoe import distributed, plans
     from tomoe.evaluation import evaluate as evaluation
     from tomoe.evaluation import tables
     from tomoe.report import warnings
 
+    if distributed.rank():
+        return
     console = output()
     console.print(tables.to_rich(measured))
     for table in tables.more_to_rich(measured):
