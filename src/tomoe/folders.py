@@ -44,6 +44,7 @@ MODEL = (*REPLACED, *PLAN, "export.json", "recipe.json", "run")
 RUN = (
     "recipe.json",
     "origin.sha256",
+    "method.py",
     "corpus.safetensors",
     "earlier-*corpus.safetensors",
     "metrics.jsonl",

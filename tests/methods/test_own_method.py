@@ -57,6 +57,20 @@ def test_it_is_converted_repaired_measured_and_exported(place: Path, tomoe: Comm
         assert exported.proof.problem is None
 
 
+def test_a_run_is_not_resumed_with_other_code(place: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN.read_text("utf-8"), "utf-8")
+    settings = SETTINGS | {"target": "hf", "repair.mode": "none", "active": ACTIVE, "method.name": f"{own}:ByText"}
+    changes = [f"{key}={value}" for key, value in settings.items()]
+    recipe = api.Recipe.load(None, [f"model={place / 'dense'}", f'data.sources=["{place / "text.txt"}"]', *changes])
+    api.convert(recipe, tmp_path / "moe")
+    assert (tmp_path / "moe" / "run" / "method.py").read_bytes() == own.read_bytes()
+    api.convert(recipe, tmp_path / "moe", resume=True)
+    own.write_text(own.read_text("utf-8") + "\n", "utf-8")
+    with pytest.raises(UserError, match="own.py changed since"):
+        api.convert(recipe, tmp_path / "moe", resume=True)
+
+
 def test_it_is_the_same_from_python(place: Path) -> None:
     own = registry.find(f"{OWN}:ByText")
     model = AutoModelForCausalLM.from_pretrained(place / "dense", dtype=torch.float32).eval()

@@ -18,6 +18,7 @@ from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.files import atomic_folder
 from tomoe.methods.base import Method, Task
+from tomoe.methods.registry import file_of
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer, note_rounding
 from tomoe.model.structure import check_output, shape_of
@@ -64,6 +65,8 @@ def begin_run(
         lambda: fingerprint(model if base.is_original else base.original()),
         lambda: prepare(recipe.data, tokenizer, recipe.seed, model, stage_callback(on_progress, "text")),
     )
+    if own := file_of(recipe.method.name):
+        distributed.on_rank_zero(lambda: run.keep_method(own, resumes))
     return model, tokenizer, corpus
 
 

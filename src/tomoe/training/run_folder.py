@@ -2,6 +2,7 @@
 
 RUN/recipe.json            the recipe; a folder without it holds no run
 RUN/origin.sha256          the fingerprint of the model that the run starts from: the dense one, or the converted one
+RUN/method.py              of a method in a file of the user's: a copy of that file
 RUN/corpus.safetensors     the text, as sequences of tokens
 RUN/metrics.jsonl          one line per logged step
 RUN/best.safetensors       of a run that is checked on held-out text: the weights that were best
@@ -87,7 +88,7 @@ class RunFolder:
         self.checkpoints = path / kind
         self.tensors = (f"{kind}.safetensors", "optimizer.safetensors")
         self.recipe = path / "recipe.json"
-        self.origin = path / "origin.sha256"
+        self.origin, self.method = path / "origin.sha256", path / "method.py"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.best = path / "best.safetensors"
         self.plan = path / "plan"  # of a conversion that is being repaired
@@ -122,7 +123,7 @@ class RunFolder:
                 # by its origin the folder is known as ours to the last
                 files = (self.recipe, self.corpus, self.metrics, self.best, self.no_model)
                 earlier = self.path.glob(f"{EARLIER}*corpus.safetensors")
-                for old in (*files, *earlier, self.plan, *self.steps(), self.origin):
+                for old in (*files, *earlier, self.plan, *self.steps(), self.method, self.origin):
                     shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -172,6 +173,16 @@ class RunFolder:
                 "restore the original weights",
                 START_OVER,
             )
+
+    def keep_method(self, file: Path, resumes: bool) -> None:
+        """Copy the file of a user's method into the run. Raises UserError if the run began with other code."""
+        if resumes and self.method.is_file() and self.method.read_bytes() != file.read_bytes():
+            raise UserError(
+                f"{file} changed since {self.path} was started",
+                f"restore it ({self.method} is the earlier one)",
+                START_OVER,
+            )
+        atomic_write(self.method, file.read_bytes())
 
     def save(self, step: int, net: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write `step-N` under a temporary name, then rename; older checkpoints go only after that."""
