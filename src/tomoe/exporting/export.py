@@ -88,8 +88,7 @@ def export(
     """
     folder, out = Path(folder), Path(out)
     options = options or Options()
-    dtype_of(dtype)
-    _check_asked(folder, tokens)
+    _check_asked(folder, tokens, dtype)
     # on a CPU weights are pages of their files, which the system takes back if need be
     moe = load_moe(folder, None, "cpu" if offload else device)
     tokenizer = load_tokenizer(str(folder))
@@ -103,7 +102,8 @@ def export(
         say(notice)
     dialed = choice.target.is_dialed(moe)
     with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
-        choice.target.write(Job(moe, tokenizer, options, _in_megabytes(on_progress)), part)
+        statistics = choice.target.statistics(folder, options, tokens, device, offload, on_progress)
+        choice.target.write(Job(moe, tokenizer, options, _in_megabytes(on_progress), statistics), part)
         proof = None
         if proof_text is not None:
             check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe), offload)
@@ -121,7 +121,8 @@ def export(
     return exported
 
 
-def _check_asked(folder: Path, tokens: int) -> None:
+def _check_asked(folder: Path, tokens: int, dtype: str) -> None:
+    dtype_of(dtype)
     if tokens < 16:
         raise UserError(f"tokens is {tokens}, but it should be at least 16")
     if getattr(load_config(str(folder)), "chooses_inputs", False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,7 +13,7 @@ from tomoe.errors import UserError
 from tomoe.exporting.verify import Check, Proof, verify_exactly
 from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.progress import ProgressCallback, StageCallback, no_stage_progress
 from tomoe.recipe.target_rules import Precision as Precision
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -33,12 +33,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written."""
+    """What is to be written; statistics: what `Target.statistics` measured."""
 
     moe: ToMoEForCausalLM
     tokenizer: PreTrainedTokenizerBase | None
     options: Options
     on_progress: StageCallback = no_stage_progress
+    statistics: Any = None
 
     def save_tokenizer(self, folder: Path) -> None:
         if self.tokenizer is not None:
@@ -74,6 +75,12 @@ class Target(ABC):
     @abstractmethod
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         """What the export of this model will take."""
+
+    def statistics(
+        self, folder: Path, options: Options, tokens: int, device: str, offload: bool, on_progress: ProgressCallback
+    ) -> Any:
+        """What writing needs to know of the converted model in `folder` on at most `tokens` tokens of text; None: nothing."""
+        return None
 
     @abstractmethod
     def write(self, job: Job, folder: Path) -> None:

@@ -36,16 +36,19 @@ COARSER_ROWS = {
     GGMLQuantizationType.Q5_1: GGMLQuantizationType.F16,
     GGMLQuantizationType.Q8_0: GGMLQuantizationType.F16,
 }
+# The types whose quantizers take an importance matrix, of those that a file may have.
+WEIGHTED = {GGMLQuantizationType[name] for name in ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1")}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the file."""
+    """One tensor of the file; importance: makes a tensor of its shape that holds in each column its importance."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     make: Callable[[], Tensor]
+    importance: Callable[[], Tensor] | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -109,15 +112,29 @@ class Weights:
         return f" ({shares}: rows whose length is not a multiple of {GGML_QUANT_SIZES[TYPES[self.precision]][0]})"
 
 
-def make_entry(name: str, weights: Weights, make: Callable[[], Tensor], shape: tuple[int, ...] | None) -> Entry:
+def make_entry(
+    name: str,
+    weights: Weights,
+    make: Callable[[], Tensor],
+    shape: tuple[int, ...] | None,
+    importance: Callable[[], Tensor] | None = None,
+) -> Entry:
     """A tensor of the file, in the type that suits its name and rows."""
     shape = tuple(make().shape) if shape is None else shape
-    return Entry(name, shape, weights.fitting(name, shape), make)
+    kind = weights.fitting(name, shape)
+    return Entry(name, shape, kind, make, importance if kind in WEIGHTED and "token_embd" not in name else None)
 
 
 def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
     """The tensor of an entry as it is stored."""
-    return quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
+    numbers = entry.make().detach().float().cpu().contiguous().numpy()
+    if entry.importance is None:
+        return quantize(numbers, entry.type)
+    # rows of zeros, which pad heads, have none
+    columns = entry.importance().float().amax(-2).cpu()
+    # llama.cpp divides by sums of it; an expert that no token chose gets the same for all columns
+    floor = columns.mean(-1, keepdim=True).clamp_min(1e-30) * 1e-6
+    return quantize(numbers, entry.type, (columns + floor).numpy())
 
 
 def write_tensors(

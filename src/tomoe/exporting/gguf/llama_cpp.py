@@ -32,16 +32,24 @@ def check_quantizer(precision: str) -> None:
         raise UserError(f"{precision} weights are made by llama.cpp: pip install xllamacpp, or choose q8_0")
 
 
-def quantize(x: Float[np.ndarray, "*rows n"], kind: GGMLQuantizationType) -> Shaped[np.ndarray, "*rows bytes"]:
-    """Rows of float32 numbers in a type of llama.cpp; K-quants by llama.cpp's own code, without an importance matrix."""
-    if not kind.name.endswith("_K"):
+def quantize(
+    x: Float[np.ndarray, "*rows n"],
+    kind: GGMLQuantizationType,
+    importance: Float[np.ndarray, "*matrices n"] | None = None,
+) -> Shaped[np.ndarray, "*rows bytes"]:
+    """Rows of float32 numbers in a type of llama.cpp. K-quants, and matrices with the (positive) importance of their columns,
+    are made by llama.cpp's own code."""
+    if importance is None and not kind.name.endswith("_K"):
         return quants.quantize(x, kind)
     library = ctypes.CDLL(binding().xllamacpp.__file__)
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, size, size, size, pointer]
-    rows = x.reshape(-1, x.shape[-1])
     out = np.empty(quants.quant_shape_to_byte_shape(x.shape, kind), np.uint8)
-    library.ggml_quantize_chunk(int(kind), rows.ctypes.data, out.ctypes.data, 0, *rows.shape, None)
+    matrices, stored = x.reshape(-1, *x.shape[-2:]), out.reshape(-1, *out.shape[-2:])
+    columns = None if importance is None else np.ascontiguousarray(importance, np.float32).reshape(len(matrices), -1)
+    for i, (matrix, into) in enumerate(zip(matrices, stored, strict=True)):
+        weights = None if columns is None else columns[i].ctypes.data
+        library.ggml_quantize_chunk(int(kind), matrix.ctypes.data, into.ctypes.data, 0, *matrix.shape, weights)
     return out
 
 

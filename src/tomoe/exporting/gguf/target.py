@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from tomoe.errors import Advice, UserError
 from tomoe.exporting.gguf.archs import GgufArch, Glm4Moe, Llama
 from tomoe.exporting.gguf.families import FAMILY_ARCHS
 from tomoe.exporting.gguf.file import FILE_TYPES, Entry, Weights, make_entry, write_tensors
+from tomoe.exporting.gguf.importance import Importance, of_folder
 from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
 from tomoe.exporting.gguf.verify import Comparison, verify_file
@@ -24,7 +26,7 @@ from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.progress import ProgressCallback, StageCallback, no_stage_progress
 
 
 class Gguf(Target):
@@ -53,7 +55,16 @@ class Gguf(Target):
         if job.tokenizer is not None:
             check_merges(job.tokenizer)
         options, file = job.options, self.file(folder, job.options)
-        write_gguf(job.moe, job.tokenizer, file, options.precision, options.width_multiple, job.on_progress)
+        write_gguf(
+            job.moe, job.tokenizer, file, options.precision, options.width_multiple, job.on_progress, job.statistics
+        )
+
+    def statistics(
+        self, folder: Path, options: Options, tokens: int, device: str, offload: bool, on_progress: ProgressCallback
+    ) -> Importance | None:
+        if "_k" not in options.precision:
+            return None
+        return of_folder(folder, tokens, device, offload, on_progress)
 
     def check_verifier(self) -> None:
         if find_spec("xllamacpp") is None:
@@ -93,12 +104,17 @@ def _weights(moe: ToMoEForCausalLM, precision: Precision) -> Weights:
 
 
 @torch.no_grad()
-def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int | None) -> Iterator[Entry]:
+def entries(
+    moe: ToMoEForCausalLM, precision: Precision, multiple: int | None, importance: Importance | None = None
+) -> Iterator[Entry]:
     """Yield every tensor of the file in order; an entry makes its tensor when it is written."""
     arch = _arch(moe)
-    weights = _weights(moe, precision)
-    for name, make, shape in arch.parts(moe, arch.layout(moe, multiple)):
-        yield make_entry(name, weights, make, shape)
+    weights, layout = _weights(moe, precision), arch.layout(moe, multiple)
+    columns = (
+        repeat(None) if importance is None else (make for _, make, _ in arch.parts(importance.as_weights(moe), layout))
+    )
+    for (name, make, shape), of_columns in zip(arch.parts(moe, layout), columns, strict=False):
+        yield make_entry(name, weights, make, shape, of_columns)
 
 
 def write_gguf(
@@ -108,6 +124,7 @@ def write_gguf(
     precision: Precision,
     multiple: int | None = None,
     on_progress: StageCallback = no_stage_progress,
+    importance: Importance | None = None,
 ) -> None:
     """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
     arch = _arch(moe)
@@ -115,7 +132,11 @@ def write_gguf(
     write_head(writer, moe, arch.layout(moe, multiple), path.stem, precision)
     if tokenizer is not None:
         write_tokenizer(writer, tokenizer, moe.config.vocab_size)
-    write_tensors(writer, path, list(entries(moe, precision, multiple)), on_progress)
+    if importance is not None:
+        # as llama-quantize writes them
+        writer.add_string("quantize.imatrix.dataset", "text of the conversion")
+        writer.add_int32("quantize.imatrix.entries_count", len(importance.squares))
+    write_tensors(writer, path, list(entries(moe, precision, multiple, importance)), on_progress)
 
 
 def write_head(writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout, name: str, precision: Precision) -> None:
