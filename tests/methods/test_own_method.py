@@ -67,7 +67,7 @@ def test_a_run_is_not_resumed_with_other_code(place: Path, tmp_path: Path) -> No
     assert (tmp_path / "moe" / "run" / "method.py").read_bytes() == own.read_bytes()
     api.convert(recipe, tmp_path / "moe", resume=True)
     own.write_text(own.read_text("utf-8") + "\n", "utf-8")
-    with pytest.raises(UserError, match="own.py changed since"):
+    with pytest.raises(UserError, match=r"own\.py changed since"):
         api.convert(recipe, tmp_path / "moe", resume=True)
 
 

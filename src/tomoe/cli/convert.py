@@ -45,18 +45,22 @@ def convert(
         raise UserError("no engine supports sparse inputs; leave out --format or --method inputs")
     if format not in (None, "auto"):
         choice.TARGETS[format].check_verifier()
-    first = run_conversion(recipe, out, resume, force, skip_memory_check)
+    first = run_conversion(recipe, out, resume, force, skip_memory_check, 1 if format is None else 2)
     if format is not None and first:
         export(
             out, out / f"export-{format}", format, device=recipe.device, force=force or resume, offload=recipe.offload
         )
 
 
-def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False) -> bool:
-    """Convert, measure, write the reports and show the results; returns whether this is the process that shows them."""
+def run_conversion(
+    recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False, copies: int = 1
+) -> bool:
+    """Convert, measure, write the reports and show the results; returns whether this is the process that shows them.
+
+    copies: models that will be written, an export among them."""
     from tomoe import distributed
     from tomoe.evaluation import tables
-    from tomoe.memory import duration, estimate
+    from tomoe.memory import disk, duration, estimate
     from tomoe.pipeline import convert as conversion
     from tomoe.report import build, warnings
 
@@ -65,6 +69,8 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
 
     if not skip_memory_check:
         estimate.check_memory(recipe, folds=True)
+    if not resume:
+        disk.check_disk(recipe, out, copies)
     first = distributed.rank() == 0
     if first and recipe.offload:
         output().say(duration.estimated(recipe))

@@ -1,0 +1,43 @@
+"""The room on disk that a conversion takes, which is looked for before its work begins."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from tomoe.errors import UserError
+from tomoe.files import format_bytes
+from tomoe.memory.estimate import sizes_of
+from tomoe.methods.registry import settled
+from tomoe.model.base_weights import BaseWeights
+from tomoe.model.loading import load_config
+from tomoe.recipe.conversion import Recipe
+
+
+def needed_bytes(recipe: Recipe, copies: int) -> int:
+    """At most so many bytes are written for `copies` models (the converted one, and its export) and by the repair, which keeps
+    its down projections until the model is written."""
+    method, recipe = settled(recipe)
+    sizes = sizes_of(load_config(recipe.model), recipe)
+    refitted = 0
+    if method.kind != "inputs" and recipe.repair.mode != "none":
+        refitted = sizes.shape.num_layers * sizes.shape.mlp_size * sizes.shape.hidden_size
+    return copies * sizes.total * BaseWeights.of(recipe).dtype.itemsize + refitted * torch.float32.itemsize
+
+
+def check_disk(recipe: Recipe, out: Path, copies: int) -> None:
+    """Raises UserError if the disk of `out` has no room for what a conversion writes there."""
+    if not recipe.model:
+        return  # loading it reports that
+    place = out.resolve()
+    free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
+    needed = needed_bytes(recipe, copies)
+    if needed > free:
+        export = ", its export" if copies > 1 else ""
+        raise UserError(
+            f"the conversion writes up to {format_bytes(needed)} (the model{export} and what the repair keeps), but the disk of "
+            f"{out} has only {format_bytes(free)} left",
+            "free some, or name a folder on another disk",
+        )
