@@ -17,14 +17,15 @@ from tomoe.recipe.conversion import Recipe
 
 
 def needed_bytes(recipe: Recipe, copies: int) -> int:
-    """At most so many bytes are written for `copies` models (the converted one, and its export) and by the repair, which keeps
-    its down projections until the model is written."""
+    """At most so many bytes are written for `copies` models (the converted one, and its export), for the down projections in the
+    plan, and for those that the repair keeps in float32 until the model is written."""
     method, recipe = settled(recipe)
     sizes = sizes_of(load_config(recipe.model), recipe)
     refitted = 0
     if method.kind != "inputs" and recipe.repair.mode != "none":
         refitted = sizes.shape.num_layers * sizes.shape.mlp_size * sizes.shape.hidden_size
-    return copies * sizes.total * BaseWeights.of(recipe).dtype.itemsize + refitted * torch.float32.itemsize
+    stored = BaseWeights.of(recipe).dtype.itemsize
+    return copies * sizes.total * stored + refitted * (stored + torch.float32.itemsize)
 
 
 def check_disk(recipe: Recipe, out: Path, copies: int) -> None:
@@ -37,7 +38,7 @@ def check_disk(recipe: Recipe, out: Path, copies: int) -> None:
     if needed > free:
         export = ", its export" if copies > 1 else ""
         raise UserError(
-            f"the conversion writes up to {format_bytes(needed)} (the model{export} and what the repair keeps), but the disk of "
+            f"the conversion writes up to {format_bytes(needed)} (the model, its plan{export} and what the repair keeps), but the disk of "
             f"{out} has only {format_bytes(free)} left",
             "free some, or name a folder on another disk",
         )
