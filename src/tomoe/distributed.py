@@ -85,20 +85,20 @@ def on_rank_zero(work: Callable[[], object]) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, verb: str) -> Iterator[None]:
+def locked(folder: Path, command: str) -> Iterator[None]:
     """Hold the lock of a folder on rank 0 for all ranks, and delete what killed processes left half-written there; if another
     process holds it, every rank exits."""
     with ExitStack() as stack:
 
         def take() -> None:
-            stack.enter_context(folder_lock(folder, verb))
+            stack.enter_context(folder_lock(folder, command))
             remove_leftovers(folder)
 
         on_rank_zero(take)
         yield
 
 
-def locks_out(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def locks_out(command: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function that writes the folder `out`: it holds the lock of that folder while it runs."""
 
     def decorate(work: Callable[P, R]) -> Callable[P, R]:
@@ -106,7 +106,7 @@ def locks_out(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @wraps(work)
         def locked_work(*args: P.args, **kwargs: P.kwargs) -> R:
-            with locked(Path(signature.bind(*args, **kwargs).arguments["out"]), verb):
+            with locked(Path(signature.bind(*args, **kwargs).arguments["out"]), command):
                 return work(*args, **kwargs)
 
         return locked_work

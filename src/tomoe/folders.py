@@ -25,12 +25,12 @@ TOKENIZER = (
     "merges.txt",
 )
 PLAN = ("plan.json", "plan.safetensors")
-FIGURES = ("dial", "layers", "throughput", "training")
+FIGURES = ("active", "layers", "throughput", "training")
 MEASURED = (
     "README.md",
     "README.tomoe.md",
     "evaluation.json",
-    "dial.json",
+    "active.json",
     "benchmark.json",
     "report.json",
     "report.html",
@@ -87,7 +87,7 @@ def holds(file: Path, mark: str) -> bool:
         return False
 
 
-def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
+def refuse_foreign_files(folder: Path, force: bool, names: Sequence[str]) -> None:
     """Raises UserError if files that tomoe did not write lie in a folder that it is about to write to. With `force` they may,
     but none where one of `names` (patterns) would be written. Hidden files and empty folders do not count."""
     if not folder.is_dir() or is_ours(folder):
@@ -117,12 +117,12 @@ def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = F
         raise UserError(f"{out} holds the input model; choose another folder for the result")
     # an adapter beside a model is refused when the model is loaded
     replaces = force or (resume and (out / "run" / "recipe.json").exists())
-    refuse_strangers(out, replaces, (*MODEL, "adapter_config.json"))
+    refuse_foreign_files(out, replaces, (*MODEL, "adapter_config.json"))
     if (out / "config.json").exists() and not replaces:
         raise UserError(f"{out} already holds a model", "choose another folder", Advice("force", "to replace it"))
 
 
-def refuse_stranger(file: Path | None, mark: str) -> None:
+def refuse_foreign_file(file: Path | None, mark: str) -> None:
     """Raises UserError if a file to write is there and was not written by tomoe, whose own have the text `mark` in them."""
     if file is None:
         return

@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 0.3  # whoever gives the lock back at this moment is waited 
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, verb: str) -> Iterator[None]:
+def folder_lock(folder: Path, command: str) -> Iterator[None]:
     """Keep other processes from writing to `folder`; a missing folder is made, and removed again if it stays empty. The
     kernel holds the lock (flock), so a killed process holds nothing; it nests within one process. Under torchrun only process
     0 may take it. Raises UserError if another process holds the folder, naming it, or if it cannot be written."""
@@ -45,7 +45,7 @@ def folder_lock(folder: Path, verb: str) -> Iterator[None]:
     try:
         if plain and lock.lock_counter == 1:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-            path.write_text(f"tomoe {verb} (process {os.getpid()} on {socket.gethostname()}, since {since})")
+            path.write_text(f"tomoe {command} (process {os.getpid()} on {socket.gethostname()}, since {since})")
         yield
     finally:
         if plain and lock.lock_counter == 1:

@@ -48,7 +48,7 @@ LESS_MEMORY = (
 )
 
 
-class _Verb(TyperCommand):
+class _Command(TyperCommand):
     """A command that says what is wrong with a value without the class of pydantic's error, which typer puts before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -66,15 +66,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-VERBS = {
+COMMANDS = {
     "Convert": (doctor, convert, repair, finetune),
     "Convert stage by stage": (train, plan, apply),
     "Inspect and measure": (evaluate, compare, generate, report, inspect, route, benchmark, methods),
     "Export": (export,),
 }
-for panel, verbs in VERBS.items():
-    for verb in verbs:
-        app.command(cls=_Verb, rich_help_panel=panel)(verb)
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(cls=_Command, rich_help_panel=panel)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -132,9 +132,9 @@ def _process_group() -> AbstractContextManager[None]:
 
 
 def _command(words: Sequence[str]) -> click.Command | None:
-    """The verb among the words of a command line."""
-    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return next((verbs[word] for word in words if word in verbs), None)
+    """The command among the words of a command line."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return next((commands[word] for word in words if word in commands), None)
 
 
 def _fail(code: int, sentence: str) -> NoReturn:

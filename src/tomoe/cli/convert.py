@@ -41,7 +41,7 @@ def convert(
 
     if format == "auto" and recipe.target == "hf" and recipe.model:
         recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=offload or None)
-    if format is not None and registry.settled(recipe)[0].kind == "inputs":
+    if format is not None and registry.resolve_method(recipe)[0].kind == "inputs":
         raise UserError("no engine supports sparse inputs; leave out --format or --method inputs")
     if format not in (None, "auto"):
         choice.TARGETS[format].check_verifier()
@@ -98,7 +98,7 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
         (f"tomoe inspect {folder}", "show every layer in numbers"),
         (f"tomoe evaluate {model} {folder} --text FILE", "compare both on your own text"),
     ]
-    if registry.settled(recipe)[0].kind == "inputs":
+    if registry.resolve_method(recipe)[0].kind == "inputs":
         return commands
     # at equal steps this gained more than longer training of the masks (docs/lab/log.md)
     tuned = f"tomoe finetune {folder} --data FILE.txt -o TUNED"

@@ -90,7 +90,7 @@ Data = Annotated[
         metavar="SOURCE",
     ),
 ]
-Dials = Annotated[
+ActiveFractions = Annotated[
     Any,
     typer.Option(
         "--active",
@@ -99,7 +99,7 @@ Dials = Annotated[
         metavar="FRACTION,...",
     ),
 ]
-Dial = Annotated[
+ActiveFraction = Annotated[
     float | None,
     typer.Option(
         "--active",
@@ -209,7 +209,7 @@ class RecipeOptions:
         recipe = names.located(Recipe.load(self.recipe, changes))
         from tomoe.methods import registry
 
-        return registry.settled(recipe)[1]
+        return registry.resolve_method(recipe)[1]
 
 
 def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -46,7 +46,7 @@ def route(
     from tomoe.moe import active_experts
     from tomoe.report import html as pages
 
-    folders.refuse_stranger(html, pages.MARK)
+    folders.refuse_foreign_file(html, pages.MARK)
 
     quiet_libraries()
     loaded, tokenizer = active_experts.load(model)

@@ -19,14 +19,14 @@ from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, r
 from tomoe.data.sources import find
 from tomoe.errors import Advice, Note, UserError, shortened
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.results import DIAL, Row, to_json
+from tomoe.evaluation.results import ACTIVE_CURVE, Row, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.model.shape import max_positions
-from tomoe.moe.active_experts import Setting, dial_of, use_
+from tomoe.moe.active_experts import Setting, apply_setting_, runtime_settings
 from tomoe.plans import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 
@@ -78,7 +78,7 @@ def evaluate(
     named = [names] if isinstance(names, str | Path) else list(names)
     given = {_label(i, model): model for i, model in enumerate(named) if isinstance(model, PreTrainedModel)}
     _check_arguments(named, context, stride, tokens, dtype, active if given else ())
-    settings = dial_settings([_label(i, model) for i, model in enumerate(named)], active)
+    settings = settings_to_measure([_label(i, model) for i, model in enumerate(named)], active)
     loaded = _loaded(settings, dtype, device, offload, given)
     if isinstance(text, str | Path) and context is None:
         find(str(text))  # before a model is loaded in vain
@@ -112,7 +112,7 @@ def _check_arguments(
         dtype_of(dtype)
 
 
-def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
+def settings_to_measure(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
     """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`; if the only
     model has fine-grained experts, the dense model that its plan names comes first. Raises UserError for other models without
     them."""
@@ -121,18 +121,18 @@ def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[
     first, *others = models
     if not others:
         # refused if it has no such experts
-        dial_of(first)
+        runtime_settings(first)
         first, others = _dense_of(first), [first]
     settings: list[tuple[str, Setting | None]] = [(first, None)]
     for name in others:
-        dial = dial_of(name)
-        settings += [(name, point) for point in dict.fromkeys(dial.nearest(fraction) for fraction in active)]
+        runtime = runtime_settings(name)
+        settings += [(name, point) for point in dict.fromkeys(runtime.nearest(fraction) for fraction in active)]
     return settings
 
 
-def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Row]) -> list[Path]:
+def save_active_curves(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Row]) -> list[Path]:
     """Keep rows of several numbers of experts, one for each of `settings`, in the folders that they were measured of
-    (dial.json), unless the reference is no dense model. Returns the files. Raises UserError if one cannot be written."""
+    (active.json), unless the reference is no dense model. Returns the files. Raises UserError if one cannot be written."""
     if rows[0].usage is not None:
         return []
     by_folder: dict[str, list[Row]] = {}
@@ -140,7 +140,7 @@ def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Ro
         if point is not None:
             by_folder.setdefault(name, []).append(row)
     return [
-        atomic_write(Path(name) / DIAL, to_json([rows[0], *own]))
+        atomic_write(Path(name) / ACTIVE_CURVE, to_json([rows[0], *own]))
         for name, own in by_folder.items()
         if len(own) > 1 and Path(name).is_dir()
     ]
@@ -158,7 +158,7 @@ def _loaded(
         model = given.get(name) or load_model(name, dtype, device, offload)
         for _, point in points:
             if point is not None:
-                use_(model, point)
+                apply_setting_(model, point)
             yield model
         del model  # before the next one is loaded
 

@@ -15,7 +15,7 @@ from tomoe.files import read_json, validated
 
 FORMAT = "tomoe-comparison-2"
 # in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
-DIAL = "dial.json"
+ACTIVE_CURVE = "active.json"
 # metrics of tasks whose answers are written
 LOOP_METRIC = "ends in a loop"
 TOKENS_PER_S = "tokens_per_s"

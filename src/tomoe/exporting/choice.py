@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from tomoe.errors import UserError
 from tomoe.exporting.dense import Dense
 from tomoe.exporting.gguf.target import Gguf
-from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder
-from tomoe.exporting.stock.table import CARRIERS
+from tomoe.exporting.stock.architecture import FamilyDecoder, StockArch
+from tomoe.exporting.stock.table import STOCK_ARCHS
 from tomoe.exporting.target import Job, Options, Sizes, Target
 from tomoe.model.loading import load_config
 from tomoe.moe.checkpoint import readable_weights
@@ -44,7 +44,7 @@ class OwnForm(Target):
 
 
 # `auto` takes the first of these that holds the model.
-KNOWN_CLASSES: tuple[Dense | Carrier, ...] = (Dense(), *CARRIERS)
+KNOWN_CLASSES: tuple[Dense | StockArch, ...] = (Dense(), *STOCK_ARCHS)
 TARGETS: dict[str, Target] = {target.name: target for target in (*KNOWN_CLASSES, Gguf(), OwnForm())}
 
 
@@ -89,4 +89,4 @@ def of_family(model: str, form: str) -> str | None:
     """The target whose class has the attention of this dense model's family, which its config tells, and a place for experts
     of this form, if there is one. Raises UserError if the config cannot be read."""
     own = FamilyDecoder(load_config(model).get_text_config(decoder=True).model_type)
-    return next((row.name for row in CARRIERS if row.decoder == own and row.form_problem(form) is None), None)
+    return next((row.name for row in STOCK_ARCHS if row.decoder == own and row.form_problem(form) is None), None)

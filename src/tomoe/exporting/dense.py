@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from tomoe.exporting.stock.carrier import padded, round_up
+from tomoe.exporting.stock.architecture import padded, round_up
 from tomoe.exporting.target import Job, Options, Sizes, Target
 from tomoe.exporting.writing import write_config
 from tomoe.model.mlp import converted_mlps
@@ -87,7 +87,7 @@ class Dense(Target):
         written = sum(t.nbytes for t in dense.parameters())
         job.on_progress(written, written)
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
         return False
 
 

@@ -20,7 +20,7 @@ from tomoe.errors import Advice, UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
 from tomoe.exporting.choice import Choice, choose
-from tomoe.exporting.stock.carrier import empty_stock
+from tomoe.exporting.stock.architecture import empty_stock
 from tomoe.exporting.target import Job, Options, Sizes
 from tomoe.exporting.verify import Check, Proof
 from tomoe.exporting.writing import check_place
@@ -28,8 +28,8 @@ from tomoe.files import atomic_folder, basename, format_bytes
 from tomoe.folders import REPLACED
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import far_tokens
+from tomoe.model.library_errors import writing
 from tomoe.model.loading import load_config, load_tokenizer
-from tomoe.model.trouble import writing
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plans import Plan
@@ -47,7 +47,7 @@ NOT_RUN = "not compared with the converted model, as asked"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and its proof, if any; dialed: whether another number of experts can be asked for when it is
+    """What was written, and its proof, if any; adjustable: whether another number of experts can be asked for when it is
     loaded."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Exported:
     sizes: Sizes
     proof: Proof | None
     options: Options
-    dialed: bool
+    adjustable: bool
 
 
 @distributed.locks_out("export")
@@ -101,7 +101,7 @@ def export(
     check_place(out, folder, sizes.bytes, force)
     for notice in _notices(choice, sizes, moe, basename(folder)):
         say(notice)
-    dialed = choice.target.is_dialed(moe)
+    adjustable = choice.target.is_adjustable(moe)
     with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
         choice.target.write(Job(moe, tokenizer, options, _in_megabytes(on_progress)), part)
         proof = None
@@ -113,7 +113,7 @@ def export(
                 raise UserError(
                     f"the export would not be the same model: {proof.problem}; nothing was written to {out}"
                 )
-        exported = Exported(out, choice, sizes, proof, options, dialed)
+        exported = Exported(out, choice, sizes, proof, options, adjustable)
         (part / "export.json").write_text(
             json.dumps(_metadata(exported, proof_text), indent=2) + "\n", encoding="utf-8"
         )
@@ -218,5 +218,5 @@ def _write_card(exported: Exported, folder: Path, text: EvaluationText | None) -
         read_rows(folder),
         command=command,
         export=(target.name, exported.sizes.words, sentence),
-        dialed=exported.dialed,
+        adjustable=exported.adjustable,
     )

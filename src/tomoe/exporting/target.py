@@ -87,7 +87,7 @@ class Target(ABC):
         """Raises UserError if nothing is installed that could run what would be written."""
         return None
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
         """Whether another number of fine-grained experts can be asked for when this form is loaded."""
         return True
 

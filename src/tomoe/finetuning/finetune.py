@@ -187,7 +187,7 @@ def finetune(
     watch.ended("learning")
 
     def finish() -> None:
-        take_best_(best)
+        require_improvement_(best)
         save(student, recipe, origin, corpus, best, tokenizer, out, force or resumed)
         watch.ended("folding")
         write_cost(run.path / "cost.json", recipe.train, student.model, corpus, watch, resumed)
@@ -225,10 +225,10 @@ def _train(
     return student, best
 
 
-def take_best_(best: BestWeights) -> None:
+def require_improvement_(best: BestWeights) -> None:
     """Put the best weights in the place of the last. Raises UserError if no step was better than the start."""
     if best.improved:
-        best.take_()
+        best.restore_best_()
         return
     reason = "fine-tuning did not make the model better"
     start_over = "start over with a smaller train.learning_rate, more steps or other text"

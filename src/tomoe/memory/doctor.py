@@ -17,7 +17,7 @@ from tomoe.memory.estimate import (
     main_memory,
     sizes_of,
 )
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import check_loading, load_config, pick_device
 from tomoe.plans.partition.layouts import FineLayout, Layout
@@ -49,7 +49,7 @@ def examine(recipe: Recipe) -> Diagnosis:
     """Count what converting `recipe.model` needs, from its config.json alone. Raises UserError if the model or the budget
     does not fit ToMoE, or if the model would not load."""
     check_loading(recipe.model)
-    method, recipe = settled(recipe)
+    method, recipe = resolve_method(recipe)
     sizes = sizes_of(load_config(recipe.model), recipe)
     layout = method.layout(recipe, sizes.shape)
     available = available_memory(pick_device(recipe.device))
@@ -95,7 +95,7 @@ def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
         settings.append(f"data.seq_len={recipe.data.seq_len // 2}")
     if recipe.train.batch_size > 1:
         settings.append("train.batch_size=1")
-    changed = {setting: settled(recipe.changed([setting])) for setting in settings}
+    changed = {setting: resolve_method(recipe.changed([setting])) for setting in settings}
     return [setting for setting, other in changed.items() if least_memory(sizes, *other)[0].fits(free)]
 
 
@@ -104,7 +104,7 @@ def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_ex
     found = {"conversion": max(need.total for need in least)}
     try:
         paper = Recipe.load("paper", [f"model={recipe.model}", f"active={recipe.active}", f"device={recipe.device}"])
-        found["the paper's training"] = least_memory(sizes, *settled(paper))[0].total
+        found["the paper's training"] = least_memory(sizes, *resolve_method(paper))[0].total
     except UserError:
         pass  # its layout does not fit this model or budget
     if not num_experts:

@@ -19,7 +19,7 @@ from tomoe.data.evaluation_text import OFFLOADED_TOKENS
 from tomoe.data.sources import SELF
 from tomoe.memory.estimate import Sizes, fitted_tokens, sizes_of
 from tomoe.methods.base import Method
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.far_tokens import BEHIND
 from tomoe.model.loading import load_config
@@ -113,7 +113,7 @@ def _repair(shape: ModelShape, recipe: Recipe) -> Work:
 
 def estimated(recipe: Recipe) -> str:
     """The sentence on how long a conversion takes, from the model's config alone."""
-    method, recipe = settled(recipe)
+    method, recipe = resolve_method(recipe)
     return in_words(durations(sizes_of(load_config(recipe.model), recipe), method, recipe))
 
 

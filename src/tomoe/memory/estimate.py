@@ -22,14 +22,14 @@ from tomoe.errors import Advice, UserError
 from tomoe.exporting.choice import check_target
 from tomoe.files import format_bytes
 from tomoe.methods.base import Method
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import skeleton
 from tomoe.model.layerwise import MEMORY
+from tomoe.model.library_errors import usable_config
 from tomoe.model.loading import free_on_device, load_config
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
-from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.plans.repair.equations import keeps_tokens
 from tomoe.plans.repair.plan import repair_bytes
@@ -90,7 +90,7 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     check_without_weights(model)
     check_target(recipe, model)
     total = sum(p.numel() for p in model.parameters())
-    method, recipe = settled(recipe)
+    method, recipe = resolve_method(recipe)
     least = method.least_active(recipe, shape)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
@@ -217,7 +217,7 @@ def _check(recipe: Recipe, folds: bool) -> None:
     base = BaseWeights.of(recipe)
     on_gpu = base.device.startswith("cuda")
     sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
-    training, *repair, folding = least_memory(sizes, *settled(recipe))
+    training, *repair, folding = least_memory(sizes, *resolve_method(recipe))
     available = available_memory(base.device)
     free = available.device_memory if on_gpu else available.memory
     local = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -22,7 +22,7 @@ from tomoe.plans import AnyPlan
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.elimination import elimination_operations
 from tomoe.plans.partition.experts import FLOAT32, Experts, Room, fine_bytes, fine_operations, plan_fine
-from tomoe.plans.partition.layouts import FineLayout, Layout, least_active, settle_layout, tolerance_of
+from tomoe.plans.partition.layouts import FineLayout, Layout, layout_of, least_active, tolerance_of
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.recipe.base import BaseRecipe
 from tomoe.recipe.conversion import Recipe
@@ -142,7 +142,7 @@ class Method:
 
     def layout(self, recipe: Recipe, shape: ModelShape) -> Layout | None:
         """How experts divide a layer; None without experts. Raises UserError where no plan can meet the budget."""
-        return settle_layout(recipe, shape)
+        return layout_of(recipe, shape)
 
     def least_active(self, recipe: Recipe, shape: ModelShape) -> float:
         """The smallest fraction of the decoder parameters that a plan can have active."""

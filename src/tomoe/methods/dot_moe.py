@@ -135,7 +135,7 @@ class LearnedGroups(nn.Module):
         self.register_buffer("experts_per_token", torch.ones(shape.num_layers, dtype=torch.long))
 
     @torch.no_grad()
-    def start_(self, plan: Plan) -> None:
+    def initialize_(self, plan: Plan) -> None:
         """Start from the groups and routers of a plan."""
         for i, layer in enumerate(plan.layers):
             assert layer.shared_mask is not None
@@ -299,7 +299,7 @@ class DotMoE(Method):
         if not task.run.steps():
             start = super().plan(replace(task, ended=lambda _: task.ended("carving")))
             assert isinstance(start, Plan)
-            net.start_(start)
+            net.initialize_(start)
             if not any(net.chooses(i) for i in range(task.shape.num_layers)):
                 raise UserError(
                     f"active = {recipe.active} leaves no expert of any layer out, so dot_moe has nothing to learn; set a smaller "

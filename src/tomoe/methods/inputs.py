@@ -24,7 +24,7 @@ from tomoe.model.hooks import hooked
 from tomoe.model.mlp import Linear
 from tomoe.model.projections import KINDS, Group, Kind, Layer, groups_of
 from tomoe.model.shape import ModelShape
-from tomoe.plans.inputs import InputsPlan, Knot
+from tomoe.plans.inputs import InputsPlan, PathPoint
 from tomoe.plans.partition.experts import FLOAT32
 from tomoe.progress import StageCallback, no_stage_progress, stage_callback
 from tomoe.recipe.conversion import Recipe
@@ -40,7 +40,7 @@ def column_norms(group: Group) -> Float[Tensor, " D"]:
 LEAST_INPUTS = 0.1  # the smallest share of its inputs that a projection gets
 LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
 """Shares of its inputs that a projection can get, from all of them down to a tenth."""
-KNOTS = tuple(i / 20 for i in range(19, 1, -1))  # active fractions at which the path is recorded, as far as it goes
+RECORDED = tuple(i / 20 for i in range(19, 1, -1))  # active fractions at which the path is recorded, as far as it goes
 THINNED = 4
 """Of so many tokens in a row one is looked at: neighbours tell much the same, and sorting takes as long as the model does."""
 REACH = 6
@@ -177,7 +177,7 @@ class _Search:
         _, i, kind, level = min(self.steps.values())
         return 1 - (self.saved + self._saving((i, kind), level)) / self.total
 
-    def knot(self, active: float | None = None) -> Knot:
+    def point(self, active: float | None = None) -> PathPoint:
         """What tokens use now, or as much of the next step later as makes `active` of the parameters active."""
         inputs: dict[Kind, list[int]] = {
             kind: [
@@ -194,22 +194,22 @@ class _Search:
             fewer = round((1 - saved / self.total - active) * self.total / columns)
             inputs[kind][i] -= fewer
             saved += fewer * columns
-        return Knot(1 - saved / self.total, inputs)
+        return PathPoint(1 - saved / self.total, inputs)
 
 
-def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: float) -> tuple[Knot, ...]:
-    """The path from all inputs to few, with a knot at the budget if it reaches that."""
+def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: float) -> tuple[PathPoint, ...]:
+    """The path from all inputs to few, with a point at the budget if it reaches that."""
     search = _Search(layers, costs, total)
-    path = [search.knot()]
-    wanted = sorted({fraction for fraction in (*KNOTS, active) if fraction < 1}, reverse=True)
+    path = [search.point()]
+    wanted = sorted({fraction for fraction in (*RECORDED, active) if fraction < 1}, reverse=True)
     while wanted and search.steps:
         if search.active_after() > wanted[0]:
             search.step()
             continue
-        knot = search.knot(wanted.pop(0))
-        if knot.active < path[-1].active:
-            path.append(knot)
-    last = search.knot()
+        point = search.point(wanted.pop(0))
+        if point.active < path[-1].active:
+            path.append(point)
+    last = search.point()
     if last.active < path[-1].active:
         path.append(last)
     return tuple(path)

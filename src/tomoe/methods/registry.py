@@ -89,7 +89,7 @@ def _checked(found: Any, name: str) -> type[Method]:
     return found
 
 
-def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recipe]:
+def resolve_method(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recipe]:
     """The method of a recipe with its settings, or the one that is given, and the recipe with all that the method implies.
 
     Raises UserError for an unknown method or setting, and for keys of the recipe that do not go with the method.

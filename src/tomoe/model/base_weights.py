@@ -51,7 +51,7 @@ class BaseWeights:
     def for_training(self) -> PreTrainedModel:
         """The model that calibration and training run on. Raises UserError if it cannot be loaded."""
         model = load_dense(self.model, self.dtype, self.device, shards=self.shards, offload=self.offload)
-        return self.computing_(model)
+        return self.to_compute_dtype_(model)
 
     def original(self) -> PreTrainedModel:
         """The original weights, to calibrate and repair with, offloaded if possible, unless they are computed with in another
@@ -60,14 +60,14 @@ class BaseWeights:
             return self.for_training()
         return load_dense(self.model, self.dtype, self.device, offload=None)
 
-    def computing_(self, model: PreTrainedModel) -> PreTrainedModel:
+    def to_compute_dtype_(self, model: PreTrainedModel) -> PreTrainedModel:
         """Give a model with weights of `dtype` the dtype to compute in."""
         if self.compute != self.dtype:
             cast_(model, self.compute)
         return model
 
-    def stored_(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Undo `computing_`: the weights have the values that they had before."""
+    def to_stored_dtype_(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Undo `to_compute_dtype_`: the weights have the values that they had before."""
         if self.compute != self.dtype:
             cast_(model, self.dtype)
         return model

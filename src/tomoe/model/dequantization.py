@@ -38,10 +38,10 @@ class Packing:
     method: str = ""  # the method as transformers names it; empty for plain weights
     renames: Mapping[str, str] = field(default_factory=dict)
     """Patterns of tensor names, and what transformers calls them."""
-    unpacked_whole: bool = False  # whether the model is loaded packed and dequantized then
+    unpacked_at_once: bool = False  # whether the model is loaded packed and dequantized then
 
 
-def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
+def prepare_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
     """Make transformers dequantize what is stored quantized, and drop an entry of the config that names no method of its, or
     that was left over beside plain weights; `dtypes`: of the stored tensors, as in their files. Raises UserError for a method
     that transformers cannot turn back, and whatever it raises if a package is missing."""
@@ -75,7 +75,7 @@ def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pack
     AutoHfQuantizer.from_config(dict(config.quantization_config), pre_quantized=True).validate_environment(
         device_map=None, weights_only=True
     )
-    return Packing(method, unpacked_whole=not while_read)
+    return Packing(method, unpacked_at_once=not while_read)
 
 
 def _are_plain(dtypes: Mapping[str, str]) -> bool:

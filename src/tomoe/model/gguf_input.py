@@ -99,7 +99,7 @@ class GgufFile:
         zeros = {name: torch.zeros_like(t, dtype=dtype, device="cpu") for name, t in biases.items()}
         return zeros | lazy_tensors(self.path, self.tensors, self.architecture, model, dtype)
 
-    def settle_(self, config: PreTrainedConfig) -> None:
+    def complete_config_(self, config: PreTrainedConfig) -> None:
         """Give the config what transformers did not take from the file. Raises UserError for what no config can say."""
         prefix = f"{self.architecture}."
         own = {k.removeprefix(prefix): v for k, v in self.keys.items() if k.startswith(prefix)}
@@ -130,8 +130,8 @@ class GgufFile:
             if now == value or (now is None and not value):
                 return
             of_some_layers = same == "sliding_window" and getattr(config, "layer_types", None) is not None
-            settled = name == "attention.value_length" or same in read.values() or of_some_layers
-            if hasattr(config, same) and not settled:
+            known = name == "attention.value_length" or same in read.values() or of_some_layers
+            if hasattr(config, same) and not known:
                 setattr(config, same, value)
                 return
         self._refuse(f"{self.architecture}.{name} = {value}")

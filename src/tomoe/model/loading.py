@@ -14,16 +14,16 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from tomoe.errors import Advice, Note, UserError, shortened
 from tomoe.model import catalog, single_query
 from tomoe.model.compute_dtype import compute_dtype, dtype_of
-from tomoe.model.dequantization import drop_entry_, settle_packing_
+from tomoe.model.dequantization import drop_entry_, prepare_packing_
 from tomoe.model.gguf_tensors import FastReader, reading_by
 from tomoe.model.hub import download_model
+from tomoe.model.library_errors import TOKENIZER_ADVICE, one_sentence, writing
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.names import check_no_adapter
 from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.stored import StoredModel, is_gguf, location, read_config, untie_, writable_generation_
 from tomoe.model.tokens import fit_tokenizer_
-from tomoe.model.trouble import TOKENIZER_ADVICE, one_sentence, writing
 
 _CHUNK = 2**24  # elements of a tensor that are converted at once
 
@@ -98,10 +98,10 @@ def load_dense(
         else:
             settings = _shard_arguments(stored, dtype, shards)
             # tensor by tensor to a GPU: main memory need not hold all of them
-            if shards == 1 and not stored.packing.unpacked_whole and torch.device(device).type != "cpu":
+            if shards == 1 and not stored.packing.unpacked_at_once and torch.device(device).type != "cpu":
                 settings["device_map"] = {"": str(device)}
             loaded = stored.load(dtype, **settings)
-            if stored.packing.unpacked_whole:
+            if stored.packing.unpacked_at_once:
                 loaded = loaded.dequantize(dtype)
                 cast_(loaded, dtype)
     if type(loaded.config) is not type(stored.config):
@@ -133,7 +133,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offloa
         compute = torch.float32 if half else compute_dtype("auto", model.dtype, device)
         if compute != model.dtype:
             cast_(model, compute)
-    single_query.use_(model)
+    single_query.use_matrix_products_(model)
     return model
 
 
@@ -176,10 +176,10 @@ def check_loading(model: str) -> None:
         if isinstance(place, Path) and any(place.glob("*.safetensors*")):
             stored = StoredModel.open(place)
             # bitsandbytes needs the numbers
-            if not stored.packing.unpacked_whole:
+            if not stored.packing.unpacked_at_once:
                 stored.without_weights(torch.float32)
         else:
-            settle_packing_(read_config(place), {})
+            prepare_packing_(read_config(place), {})
     if isinstance(place, str) or any(place.glob("tokenizer*")):
         load_tokenizer(model)
 
@@ -240,7 +240,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def _shard_arguments(stored: StoredModel, dtype: torch.dtype, shards: int) -> dict[str, Any]:
     if shards == 1:
         return {}
-    if stored.packing.unpacked_whole:
+    if stored.packing.unpacked_at_once:
         raise UserError(f"{stored.place} cannot be sharded: {stored.packing.method} is unpacked as a whole")
     from transformers.distributed.configuration_utils import DistributedConfig
 

@@ -63,7 +63,7 @@ def attention(
     return result
 
 
-def use_(model: PreTrainedModel) -> None:
+def use_matrix_products_(model: PreTrainedModel) -> None:
     """Let a model on a CPU that attends by `sdpa` attend by `attention`, unless its family's code asks which it is."""
     by_stock = model.config._attn_implementation == _STOCK and model._can_set_attn_implementation()
     if model.device.type != "cpu" or not by_stock:

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from tomoe.errors import Note, UserError
 from tomoe.model.checks import Headers, check_claims, check_size, skeleton, stored_tensors
-from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
+from tomoe.model.dequantization import RUNTIME_SCALES, Packing, prepare_packing_
 from tomoe.model.gguf_input import GgufFile
 from tomoe.model.gguf_tensors import reading_by
+from tomoe.model.library_errors import check_generation_config, usable_config
 from tomoe.model.names import check_no_adapter
-from tomoe.model.trouble import check_generation_config, usable_config
 
 # Causal masks, which older versions of transformers stored among the weights: GPT-Neo, StarCoder and others have them.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -56,7 +56,7 @@ def read_config(place: Path | str) -> PreTrainedConfig:
             # "torch.bfloat16" or "auto", as scripts write them, name no dtype; every load here says which one it takes
             config = AutoConfig.from_pretrained(trust_remote_code=False, dtype="float32", **location(place))
     if file is not None:
-        file.settle_(config)
+        file.complete_config_(config)
     config._attn_implementation = None
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     return config
@@ -90,7 +90,7 @@ class StoredModel:
                 Note,
                 stacklevel=2,
             )
-        packing = settle_packing_(config, {name: dtype for name, (dtype, _) in tensors.items()})
+        packing = prepare_packing_(config, {name: dtype for name, (dtype, _) in tensors.items()})
         return cls(place, config, packing, tensors)
 
     @property
@@ -106,7 +106,7 @@ class StoredModel:
     @property
     def read_by_layer(self) -> bool:
         """Whether layers can be left in the files."""
-        return self.file.read_by_tensor if self.file is not None else not self.packing.unpacked_whole
+        return self.file.read_by_tensor if self.file is not None else not self.packing.unpacked_at_once
 
     @property
     def file(self) -> GgufFile | None:

@@ -35,7 +35,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Dial:
+class RuntimeSettings:
     """All settings that a model with fine-grained experts can run at, or one whose tokens choose inputs."""
 
     config: ToMoEConfig
@@ -72,11 +72,11 @@ class Dial:
         return min(settings, key=lambda setting: abs(setting.active_fraction - active))
 
 
-def dial_of(name: str) -> Dial:
+def runtime_settings(name: str) -> RuntimeSettings:
     """Read from a model's config what it can run at. Raises UserError if it has neither fine-grained experts nor inputs."""
     config = load_config(name)
     if isinstance(config, ToMoEConfig) and (config.chooses_inputs or is_fine(config)):
-        return Dial(config)
+        return RuntimeSettings(config)
     raise UserError(_why_not(name, config))
 
 
@@ -142,8 +142,8 @@ def stored_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int
     return list(zip(config.tomoe_union_sizes, config.tomoe_qk_dims, config.tomoe_value_dims, strict=True))
 
 
-def use_(model: PreTrainedModel, setting: Setting) -> None:
-    """Let a loaded model run at a setting of its own dial from now on."""
+def apply_setting_(model: PreTrainedModel, setting: Setting) -> None:
+    """Let a loaded model run at a setting from now on."""
     setattr(model.config, setting.key, setting.value)
 
 
@@ -162,12 +162,12 @@ def load(
     `whole`, prompts and batches of more than four tokens use all inputs; None: what its config says. Raises UserError if there
     is no such model, or none that can.
     """
-    setting = None if active is None else dial_of(str(name)).nearest(active)
+    setting = None if active is None else runtime_settings(str(name)).nearest(active)
     if prompts is not None:
         check_prompts(str(name), prompts)
     model = load_model(str(name), dtype, device)
     if setting is not None:
-        use_(model, setting)
+        apply_setting_(model, setting)
     if prompts is not None:
         model.config.tomoe_prompts = prompts
     prepare(model)

@@ -16,8 +16,8 @@ from tomoe.files import atomic_folder, read_json, write_sums
 from tomoe.folders import REPLACED, refuse_overwriting
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import BEHIND, far_tokens, first_difference, layer_outputs, near_tokens
+from tomoe.model.library_errors import writing
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
-from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plans import AnyPlan
 

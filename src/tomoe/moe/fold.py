@@ -87,8 +87,8 @@ def _input_sizes(plan: InputsPlan) -> dict[str, Any]:
     return {
         "projections": {kind: list(names) for kind, names in plan.names.items()},
         "input_path": [
-            {"active": knot.active} | {kind: list(numbers) for kind, numbers in knot.inputs.items()}
-            for knot in plan.path
+            {"active": point.active} | {kind: list(numbers) for kind, numbers in point.inputs.items()}
+            for point in plan.path
         ],
         "active": plan.active,
     }

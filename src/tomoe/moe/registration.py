@@ -24,7 +24,7 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
-    # the modelling file registers itself; the kernels enter themselves into its backends
+    # the modelling file registers itself; the kernels register themselves as its backends
     from tomoe.moe import kernels  # noqa: F401
 
 

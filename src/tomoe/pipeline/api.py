@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.errors import UserError
 from tomoe.methods.base import Method, Task
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe import fold as folding
 from tomoe.moe.checkpoint import save_moe
@@ -75,7 +75,7 @@ def plan(
         keys["data.sources"] = [str(text)]
     elif isinstance(text, Sequence):
         keys["data.sources"] = list(text)
-    chosen, settings = settled(Recipe.of(keys), made)
+    chosen, settings = resolve_method(Recipe.of(keys), made)
     dense = _dense(model, getattr(torch, settings.train.dtype))
     if isinstance(text, Tensor):
         sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))

@@ -20,9 +20,9 @@ from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.evaluation.results import Measurement, checked
 from tomoe.files import atomic_write, read_json, sha256
-from tomoe.folders import refuse_stranger
+from tomoe.folders import refuse_foreign_file
 from tomoe.methods.base import Task
-from tomoe.methods.registry import file_of, settled
+from tomoe.methods.registry import file_of, resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer
 from tomoe.moe.fold import fold
@@ -96,11 +96,11 @@ def compare_methods(
     variants = {name: variant(name) for name in methods}
     # all of them are wrong, or right, before anything runs
     planned = {
-        (name, share): settled(_changed(recipe, method, keys | {"active": share}))
+        (name, share): resolve_method(_changed(recipe, method, keys | {"active": share}))
         for name, (method, keys) in variants.items()
         for share in active
     }
-    refuse_stranger(out / FILE, FORMAT)
+    refuse_foreign_file(out / FILE, FORMAT)
     base = BaseWeights.of(recipe)
     dense, tokenizer = base.for_training(), load_tokenizer(recipe.model)
     # a file that cannot be read is found before the long preparation

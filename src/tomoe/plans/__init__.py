@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tomoe.plans.inputs import InputsPlan as InputsPlan
-from tomoe.plans.inputs import Knot as Knot
+from tomoe.plans.inputs import PathPoint as PathPoint
 from tomoe.plans.layer import LayerCounts as LayerCounts
 from tomoe.plans.layer import LayerPlan as LayerPlan
 from tomoe.plans.manifest import FINETUNED as FINETUNED

@@ -31,7 +31,7 @@ AGAIN_AS_INPUTS = Advice("method.name", "to convert the model again", "inputs", 
 
 
 @dataclass(frozen=True)
-class Knot:
+class PathPoint:
     """One point of the path from all inputs to few."""
 
     active: Fraction  # of the decoder parameters that is active
@@ -48,7 +48,7 @@ class InputsPlan:
     names: Mapping[Kind, Sequence[str]]  # the projections of each kind, named from the decoder layer on
     widths: Counts  # inputs of each projection
     columns: Counts  # weights that belong to one input
-    path: tuple[Knot, ...]  # from all inputs to the fewest, each knot with fewer than the one before
+    path: tuple[PathPoint, ...]  # from all inputs to the fewest, each point with fewer than the one before
     active: Fraction  # of the decoder parameters to use
     source: str = ""  # fingerprint of the dense weights
     dense_config: dict[str, Any] = field(default_factory=dict)  # config of the dense model, as transformers writes it
@@ -68,11 +68,11 @@ class InputsPlan:
                 return f"it has not {layers} sizes of the {kind} projections"
         if len(self.path) < 2 or self.path[0].inputs != self.widths:
             return "its path does not begin with all inputs"
-        for knot in self.path:
-            if set(knot.inputs) != set(self.names) or any(len(numbers) != layers for numbers in knot.inputs.values()):
+        for point in self.path:
+            if set(point.inputs) != set(self.names) or any(len(numbers) != layers for numbers in point.inputs.values()):
                 return "a point of its path lacks numbers"
-            if abs(knot.active - self.fraction(knot.inputs)) > 1e-6:
-                return f"a point of its path says {knot.active:.4f} active, and its inputs are {self.fraction(knot.inputs):.4f}"
+            if abs(point.active - self.fraction(point.inputs)) > 1e-6:
+                return f"a point of its path says {point.active:.4f} active, and its inputs are {self.fraction(point.inputs):.4f}"
         for more, fewer in pairwise(self.path):
             pairs = [pair for kind in self.names for pair in zip(fewer.inputs[kind], more.inputs[kind], strict=True)]
             if not fewer.active < more.active or not all(min(1, b) <= a <= b for a, b in pairs):
@@ -91,7 +91,7 @@ class InputsPlan:
         return 1 - saved / decoder_params(self.shape)
 
     def inputs(self) -> Counts:
-        """Inputs of a token at the plan's budget, between the two nearest knots; beyond its end, those of the last."""
+        """Inputs of a token at the plan's budget, between the two nearest points; beyond its end, those of the last."""
         for more, fewer in pairwise(self.path):
             if self.active > fewer.active:
                 part = min(1.0, (more.active - self.active) / (more.active - fewer.active))

@@ -72,7 +72,7 @@ class TargetRules:
     block: int = 1  # neurons that should divide the width of a fine-grained expert
     tolerance: float = 0.0
     """Largest distance between the active fraction of a plan and the requested one, if it is more than BUDGET_TOLERANCE."""
-    wide: bool = False
+    gpu: bool = False
     """Whether a GPU runs it: a power of two of experts of at least GPU_WIDTH neurons, no more than GPU_EXPERTS_PER_TOKEN of
     them for a token, in no layer, and a shared part that is a multiple of one."""
 
@@ -96,5 +96,5 @@ TARGET_RULES = {
         shared=STOCK_SHARED, numbers=GGUF_EXPERTS, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE
     ),
     "hf": TargetRules(forms=("fine", "overlapping", "inputs"), uniform=False),
-    "gpu": replace(_STOCK, shared=None, uniform=False, wide=True),
+    "gpu": replace(_STOCK, shared=None, uniform=False, gpu=True),
 }

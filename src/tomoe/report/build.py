@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from tomoe import distributed
 from tomoe.data.evaluation_text import OFFLOADED_TOKENS, held_out_text
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checked, read_rows, to_json
+from tomoe.evaluation.results import ACTIVE_CURVE, Count, Name, NotNegative, Row, checked, read_rows, to_json
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.run import LOOP_LENGTH, TOPICS, LoopTask, Variety, write
 from tomoe.files import atomic_write, read_json, sha256
@@ -74,8 +74,8 @@ def write_reports(
     if distributed.rank() or observed is None:
         return rows, []
     write_card(out, plan, rows)
-    dial = read_rows(out, DIAL)
-    figures = all_figures(plan, RunFolder(out / "run").rows(), dial)
+    curve = read_rows(out, ACTIVE_CURVE)
+    figures = all_figures(plan, RunFolder(out / "run").rows(), curve)
     for figure in figures:
         save(figure, out / "figures")
     write_page(
@@ -87,7 +87,7 @@ def write_reports(
         figures=figures,
         cost=_read(out / "run" / "cost.json", Cost),
         cells=_read(out / "benchmark.json", list[Cell], "cells") or (),
-        dial=dial,
+        curve=curve,
         varieties=observed.varieties,
     )
     return rows, observed.generations
@@ -103,7 +103,7 @@ def _measure(
     moe = load_model(str(out), recipe.train.dtype, device, recipe.offload)
     tokenizer = load_tokenizer(str(out))
     base = BaseWeights.of(recipe)
-    dense, moe = base.computing_(dense), base.computing_(moe)
+    dense, moe = base.to_compute_dtype_(dense), base.to_compute_dtype_(moe)
     text = held_out_text([str(out)])
     if recipe.offload:
         text = replace(text, sequences=text.sequences.truncate(OFFLOADED_TOKENS))

@@ -38,13 +38,13 @@ def write_card(
     base_model: str = "",
     command: str | None = None,
     export: tuple[str, str, str] | None = None,
-    dialed: bool = True,
+    adjustable: bool = True,
 ) -> Path:
     """Write OUT/README.md, or README.tomoe.md beside one that was edited, with a `Note`; returns which.
 
     `rows`: the dense model and the converted ones, or none. `base_model` (default: the recipe's) is named if its hub id is
     known, and so is its license, if a file on this disk tells it. `export`, of another architecture: its name, a phrase on
-    its sizes, and how it was verified; `dialed`: other numbers of experts can be used there. Names are escaped. Raises
+    its sizes, and how it was verified; `adjustable`: other numbers of experts can be used there. Names are escaped. Raises
     UserError if the folder cannot be written.
     """
     recipe = recipe_of(plan)
@@ -73,7 +73,7 @@ def write_card(
         base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
         product=words_of(plan).product,
-        experts=words_of(plan).card(plan, dialed),
+        experts=words_of(plan).card(plan, adjustable),
         files=" and ".join(f"`{name}`" for name in PLAN if (out / name).is_file()) or "`plan.json`",
         tuned=FINETUNED in plan.notes,
         refitted=REPAIRED in plan.notes,

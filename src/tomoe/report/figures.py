@@ -36,9 +36,9 @@ class MethodPoint:
     repaired: bool
 
 
-def all_figures(plan: AnyPlan, metrics: Metrics = (), dial: Sequence[Row] = ()) -> list[CaptionedFigure]:
-    """Draw every figure that there are numbers for: of the plan, of the run's metrics.jsonl, and of dial.json."""
-    drawn = (dial_figure(dial, plan), layers_figure(plan), training_figure(metrics))
+def all_figures(plan: AnyPlan, metrics: Metrics = (), curve: Sequence[Row] = ()) -> list[CaptionedFigure]:
+    """Draw every figure that there are numbers for: of the plan, of the run's metrics.jsonl, and of active.json."""
+    drawn = (active_figure(curve, plan), layers_figure(plan), training_figure(metrics))
     return [figure for figure in drawn if figure is not None]
 
 
@@ -80,8 +80,8 @@ def _span(shares: Sequence[float]) -> str:
 
 
 @styled
-def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
-    """Perplexity of one model with several numbers of fine-grained experts, or inputs, a token, from the rows of dial.json,
+def active_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
+    """Perplexity of one model with several numbers of fine-grained experts, or inputs, a token, from the rows of active.json,
     of which the first is the dense model. None unless at least two others have an active share."""
     points = sorted(
         (row.facts["active_share"], row.measurement.perplexity, row.experts_per_token or 0)
@@ -117,7 +117,7 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
     changed = "The weights were fine-tuned" if FINETUNED in plan.notes else "Projections were refitted"
     refitted = f" {changed} for the planned number, so with all {unit} it need not be the dense model."
     return CaptionedFigure(
-        "dial",
+        "active",
         "Quality against active parameters, one folder",
         f"Line chart of perplexity by active share; the dense model has {dense:.2f}. {numbers}.",
         f"The same weights with more or fewer {unit} for each token, a number that is chosen when the model is loaded."

@@ -45,7 +45,7 @@ def write_page(
     figures: Sequence[CaptionedFigure] = (),
     cost: Mapping[str, Any] | None = None,  # the run's cost.json
     cells: Sequence[Cell] = (),  # of benchmark.json
-    dial: Sequence[Row] = (),  # the dense model, then the same folder with several numbers of experts
+    curve: Sequence[Row] = (),  # the dense model, then the same folder with several numbers of experts
     varieties: Sequence[Variety] = (),  # loops in what each model wrote
 ) -> Path:
     """Write OUT/report.html, without the parts that nothing is given for; the same gives the same bytes. Raises UserError if it
@@ -67,8 +67,8 @@ def write_page(
         footnote=footnote(rows),
         tasks=task_table(rows),
         task_footnote=task_footnote(rows),
-        dial=table(dial),
-        dial_footnote=footnote(dial),
+        curve=table(curve),
+        curve_footnote=footnote(curve),
         loops=loops(varieties) if len(varieties) > 1 else "",
         generations=generations,
         method=svg_uri(template(words.drawing)),

@@ -74,7 +74,7 @@ def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[
     return figure, list(figure.subplots(rows, 1, squeeze=False, **subplots)[:, 0])
 
 
-def _settle(figure: Figure, dpi: int) -> None:
+def _fix_layout(figure: Figure, dpi: int) -> None:
     """Lay out once: each drawing would shift the axes by a hair, and no two files were the same."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
@@ -90,7 +90,7 @@ def _settle(figure: Figure, dpi: int) -> None:
 def _written(figure: Figure, kind: str) -> bytes:
     """As a file of this kind, svg or png, without date or version."""
     dpi, unnamed = FILES[kind]
-    _settle(figure, dpi)
+    _fix_layout(figure, dpi)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict.fromkeys(unnamed))
     return buffer.getvalue()

@@ -30,8 +30,8 @@ class FormWords(ABC):
         """What stands in a layer and how much of it a token uses, for the summary."""
 
     @abstractmethod
-    def card(self, plan: Any, dialed: bool) -> str:
-        """The same for the card, where the sentence begins with "in every layer"; dialed: other numbers can be asked for."""
+    def card(self, plan: Any, adjustable: bool) -> str:
+        """The same for the card, where the sentence begins with "in every layer"; adjustable: other numbers can be asked for."""
 
     def bars(self, plan: Any) -> dict[str, list[float]]:
         """For each layer, parts of the MLP that lie within each other, as shares of its neurons; the whole first."""
@@ -71,8 +71,8 @@ class FineWords(FormWords):
             f"{span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
         )
 
-    def card(self, plan: Plan, dialed: bool) -> str:
-        number = "a number at load time (`num_experts_per_tok`)" if dialed else "fixed in this form"
+    def card(self, plan: Plan, adjustable: bool) -> str:
+        number = "a number at load time (`num_experts_per_tok`)" if adjustable else "fixed in this form"
         return (
             f"each token uses a shared\npart and the experts that a small router chooses among {plan.num_experts}, and every "
             f"neuron of the dense model's MLP is in one of\nthese. How many experts a token uses is {number}"
@@ -105,7 +105,7 @@ class OverlappingWords(FormWords):
             f"they share neurons, {sum(unions) / len(unions) / size:.1%} of which are in use"
         )
 
-    def card(self, plan: Plan, dialed: bool) -> str:
+    def card(self, plan: Plan, adjustable: bool) -> str:
         return (
             f"a small router\nsends each token to one of {plan.num_experts} experts, and each expert is a subset of the dense "
             "model's MLP neurons"
@@ -136,7 +136,7 @@ class StaticWords(FormWords):
         widths = [layer.width for layer in plan.counts]
         return f"{span(widths)} of {plan.shape.mlp_size:,} in each layer, the same for every token"
 
-    def card(self, plan: Plan, dialed: bool) -> str:
+    def card(self, plan: Plan, adjustable: bool) -> str:
         widths = [layer.width for layer in plan.counts]
         kept = f"{span(widths)} of its {plan.shape.mlp_size:,} neurons"
         return f"the MLP keeps\n{kept}, the same for every token, and the others are gone"
@@ -168,7 +168,7 @@ class InputsWords(FormWords):
             "Every token chooses, in prompts and batches, too"
         )
 
-    def card(self, plan: InputsPlan, dialed: bool) -> str:
+    def card(self, plan: InputsPlan, adjustable: bool) -> str:
         return (
             "each token\nuses the inputs of a projection that are largest times the norm of their column, and the rows of the "
             "matrices\nthat belong to the others are not read in decoding. Prompts and batches choose, too; loaded with "

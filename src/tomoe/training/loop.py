@@ -92,7 +92,7 @@ class BestWeights:
     steps: int
     held_out_loss: Callable[[], float]  # of `net` as it is, in nats
     checks: int  # how often the run is checked, besides its start
-    keeps: bool = True  # whether the best weights go into a file; without it `take_` cannot be asked
+    keeps: bool = True  # whether the best weights go into a file; without it `restore_best_` cannot be asked
     start: float = float("nan")  # the loss before the first step
     loss: float = float("nan")
     """The smallest loss, and the step that it was found after: 0 if no step was better than the start."""
@@ -129,7 +129,7 @@ class BestWeights:
         """Whether some step was better than the start; a run without steps has nothing to improve."""
         return not self.steps or self.step > 0
 
-    def take_(self) -> None:
+    def restore_best_(self) -> None:
         """Put the best weights in the place of the last, if some step `improved` them."""
         if self.step != self.steps:
             self.run.restore_best(self.net)

@@ -33,7 +33,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.data.sources import SELF
 from tomoe.errors import Advice, UserError, shortened
 from tomoe.files import atomic_file, atomic_write, parse_json, read_json, read_text, sha256
-from tomoe.folders import RUN, refuse_strangers
+from tomoe.folders import RUN, refuse_foreign_files
 from tomoe.recipe.base import BaseRecipe
 from tomoe.recipe.shared import RunRecipe
 
@@ -98,7 +98,7 @@ class RunFolder:
         """Return whether the existing run resumes; if not, a new one may start. Writes nothing. Raises UserError if neither
         is possible: no flag says what to do with a run, its recipe differs, or the folder holds files of others or cannot be
         written."""
-        refuse_strangers(self.path, force, RUN)
+        refuse_foreign_files(self.path, force, RUN)
         changed = type(recipe).load(self.recipe).differences(recipe) if resume and self.recipe.exists() else []
         if changed and not force:
             raise UserError(

@@ -24,7 +24,7 @@ from transformers import DynamicCache, StaticCache
 
 from tomoe.data.evaluation_text import held_out_text, read_text
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
+from tomoe.evaluation.speed.same_kernel import backends_of, run_everything, set_to
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
@@ -32,7 +32,7 @@ from tomoe.model.hooks import hooked, own_rows
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
-from tomoe.moe.active_experts import dial_of, use_
+from tomoe.moe.active_experts import apply_setting_, runtime_settings
 from tomoe.moe.kernels import prepare
 from tomoe.moe.modeling_tomoe import Choice, choices_of, few, matrix_of, which_inputs
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, no_stage_progress, stage_callback
@@ -171,7 +171,7 @@ class Pair:
             return static(model) if static else decode(model, kept[id(model)], tail)
 
         ids = head if phase == "prefill" else tail[:, :1]
-        whole = None if phase == COMPILED else everything(self.moe, ways(self.moe, ids.numel()))
+        whole = None if phase == COMPILED else run_everything(self.moe, backends_of(self.moe, ids.numel()))
 
         def one_round() -> list[float]:
             timed = [run(self.dense), run(self.moe)]
@@ -219,7 +219,7 @@ class Pair:
         dense, moe, *whole = zip(*timed, strict=True)
         ratios = _ratios(dense, moe)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        way = ways(self.moe, ids.numel())
+        backend = backends_of(self.moe, ids.numel())
         return Cell(
             phase=phase,
             batch=len(ids),
@@ -227,7 +227,7 @@ class Pair:
             dtype=str(self.dense.dtype).removeprefix("torch."),
             device=ids.device.type,
             threads=torch.get_num_threads(),
-            backend=way,
+            backend=backend,
             runs=len(timed),
             dense_s=statistics.median(dense),
             moe_s=statistics.median(moe),
@@ -236,12 +236,12 @@ class Pair:
             ratio_high=high,
             dense_bytes=touched[0] // ids.numel(),
             moe_bytes=touched[1] // ids.numel(),
-            bound=self._weights_bound(way) if phase == "prefill" else touched[0] / touched[1],
+            bound=self._weights_bound(backend) if phase == "prefill" else touched[0] / touched[1],
             same_kernel_s=statistics.median(whole[0]) if whole else None,
             choice_ratio=statistics.median(_ratios(whole[0], moe)) if whole else None,
         )
 
-    def _weights_bound(self, way: str) -> float:
+    def _weights_bound(self, backend: str) -> float:
         """Decoder weights that work on a token, of the dense model over the MoE's."""
         if choices_of(self.moe):
             # zeros in place of inputs that a token does not choose, or none
@@ -301,7 +301,7 @@ def benchmark(
     the MoE with all experts or inputs in the same kernel, in turn. Cells that would take longer than `seconds` are left out.
     On a GPU decoding is timed once more, compiled and with a static cache. Raises UserError if a model or text is not found.
     """
-    setting = None if active is None else dial_of(moe).nearest(active)
+    setting = None if active is None else runtime_settings(moe).nearest(active)
     if threads is not None:
         torch.set_num_threads(threads)
     if text is None:
@@ -315,7 +315,7 @@ def benchmark(
         model = models[name] = in_own_memory(load_model(name, dtype, device))
         prepare(model)
         if setting is not None and name == moe:
-            use_(model, setting)
+            apply_setting_(model, setting)
         per_token = cache_bytes_per_token(model, ids[None, :16].to(model.device))
         memory[name] = Memory(weight_bytes(model), per_token, 2 * model_facts(model)["active_block_params"])
     # Eager decoding on a GPU measures how fast the host starts kernels.

@@ -95,7 +95,7 @@ def _shown(c: Cell) -> dict[str, str]:
         "of it by\nchoice": "-" if c.choice_ratio is None else f"{c.choice_ratio:.2f}",
         "bound": f"{c.bound:.2f}",
         "MB/token\ndense/MoE": f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
-        "way": c.backend,
+        "backend": c.backend,
     }
 
 

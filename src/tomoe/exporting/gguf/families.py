@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe.exporting.gguf.archs import GgufArch, Part
-from tomoe.exporting.stock.carrier import StockLayout
+from tomoe.exporting.stock.architecture import StockLayout
 from tomoe.exporting.stock.routers import NormalizedSigmoid
 from tomoe.exporting.stock.table import LFM2_MOE, QWEN3_5_MOE
 from tomoe.model.shape import ceil_div
@@ -43,7 +43,7 @@ class FamilyArch(GgufArch):
     def decoder_parts(self, moe: ToMoEForCausalLM) -> Iterator[Part]:
         config: Any = moe.config
         names = get_tensor_name_map(self.arch, config.num_hidden_layers)
-        for name, t in self.carrier.decoder.tensors(moe):
+        for name, t in self.stock.decoder.tensors(moe):
             stored = names.get_name(self.renamed(name), try_suffixes=(".weight", ".bias"))
             assert stored is not None, name
             yield stored, partial(self.stored, name, t, config), tuple(self.stored(name, t, config).shape)
@@ -61,7 +61,7 @@ class Lfm2MoeArch(FamilyArch):
     """Convolutions and attention; weights of experts are normalized, and the shared part stands in experts."""
 
     name = "lfm2moe"
-    carrier = replace(LFM2_MOE, form=NormalizedSigmoid())
+    stock = replace(LFM2_MOE, form=NormalizedSigmoid())
     arch = MODEL_ARCH.LFM2MOE
     own_target = "lfm2_moe"
 
@@ -74,7 +74,7 @@ class Lfm2MoeArch(FamilyArch):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_expert_feed_forward_length(layout.width)
         writer.add_feed_forward_length(len(moe.mlps()[0].up_proj))
-        writer.add_leading_dense_block_count(layout.whole)
+        writer.add_leading_dense_block_count(layout.dense_layers)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
     def stored(self, name: str, t: Tensor, config: Any) -> Tensor:
@@ -85,7 +85,7 @@ class Qwen35MoeArch(FamilyArch):
     """Linear and full attention; weights of experts are normalized, and that of the shared expert is 1/2."""
 
     name = "qwen35moe"
-    carrier = QWEN3_5_MOE
+    stock = QWEN3_5_MOE
     arch = MODEL_ARCH.QWEN35MOE
     own_target = "qwen3_5_moe"
 

@@ -30,14 +30,14 @@ from tomoe.exporting.gguf.experts import MERGED
 from tomoe.exporting.gguf.file import Entry, Weights, make_entry, write_tensors
 from tomoe.exporting.gguf.llama_cpp import check_quantizer, quantize
 from tomoe.exporting.gguf.target import arch_of, write_head
-from tomoe.exporting.stock.carrier import StockLayout, empty_stock
+from tomoe.exporting.stock.architecture import StockLayout, empty_stock
 from tomoe.exporting.target import Precision
 from tomoe.model.loading import load_config
 from tomoe.model.shape import ModelShape, text_config
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import moe_config
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plans.partition.layouts import FineLayout, settle_layout
+from tomoe.plans.partition.layouts import FineLayout, layout_of
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.version import __version__
@@ -134,7 +134,7 @@ class _Model:
         )  # fmt: skip
         with torch.device("meta"):
             moe = ToMoEForCausalLM(moe_config(self.dense, plan, ""))
-        if problem := self.arch.carrier.decoder.problem(moe) or self.arch.engine_problem(moe):
+        if problem := self.arch.stock.decoder.problem(moe) or self.arch.engine_problem(moe):
             raise UserError(f"llama.cpp does not support this model with experts: {problem}")
         return moe
 
@@ -155,7 +155,7 @@ def candidates(
         for number in NUMBERS:
             recipe = Recipe().changed([f"target={whole.target}", f"active={active}", f"experts.num_experts={number}"])
             try:
-                layout = cast(FineLayout, settle_layout(recipe, whole.shape))
+                layout = cast(FineLayout, layout_of(recipe, whole.shape))
             except UserError:
                 if number:
                     continue
@@ -178,7 +178,7 @@ def _candidate(
         stored = model.arch.layout(moe, None)
         if converted is None:
             # the same architecture without experts
-            stored = replace(stored, whole=model.shape.num_layers)
+            stored = replace(stored, dense_layers=model.shape.num_layers)
         tensors = model.entries(moe, stored, precision)
         share = stored.top_k / stored.experts
         parts = (t.nbytes * (share if "_exps." in t.name else 1) for t in tensors if t.name != "token_embd.weight")

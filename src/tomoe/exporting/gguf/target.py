@@ -18,7 +18,7 @@ from tomoe.exporting.gguf.file import FILE_TYPES, Entry, Weights, make_entry, wr
 from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
 from tomoe.exporting.gguf.verify import Comparison, verify_file
-from tomoe.exporting.stock.carrier import StockLayout
+from tomoe.exporting.stock.architecture import StockLayout
 from tomoe.exporting.target import Job, Options, Precision, Sizes, Target
 from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
@@ -38,8 +38,8 @@ class Gguf(Target):
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
         return arch_of(dense.config.get_text_config().model_type, form).dense_problem(dense)
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
-        return _arch(moe).carrier.is_dialed(moe)
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
+        return _arch(moe).stock.is_adjustable(moe)
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         check_quantizer(options.precision)
@@ -68,7 +68,7 @@ class Gguf(Target):
         arch = _arch(moe)
         file = self.file(out, options)
         comparison = Comparison(file, options.precision, moe, tokenizer, arch.context_length(moe), check)
-        return verify_file(comparison, arch.carrier.form)
+        return verify_file(comparison, arch.stock.form)
 
     def how_to_load(self, folder: Path, options: Options) -> str:
         return f"llama-cli -m {shlex.quote(str(self.file(folder, options)))}"

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, round_up
+from tomoe.exporting.stock.architecture import StockArch, StockLayout, each, round_up
 from tomoe.exporting.stock.routers import FIRST, LAST, HalfPrecisionSigmoid, RouterForm
 from tomoe.exporting.target import Options
 from tomoe.exporting.verify import Check, Proof, StockRouter, verify_by_parts
@@ -33,7 +33,7 @@ PROBE_TOKENS = 256  # tokens that the reach of a router is measured on
 
 
 @dataclass(eq=False, kw_only=True)
-class FineGrained(Carrier):
+class FineGrained(StockArch):
     """A class with a place for fine-grained experts.
 
     form: of its routers; coarse_scores: whether transformers makes their scores in the dtype of the model; float32_routers:
@@ -54,7 +54,7 @@ class FineGrained(Carrier):
     experts: tuple[str, ...] = each("mlp.experts.{}")
     shared: tuple[str, ...] = each("mlp.shared_experts")
     shared_gate: str | None = None
-    whole: tuple[str, ...] = each("mlp")
+    dense_mlp: tuple[str, ...] = each("mlp")
     other_form = (
         "its experts share neurons (experts.form = overlapping), and this class supports fine-grained experts only"
     )
@@ -83,15 +83,15 @@ class FineGrained(Carrier):
         """The smallest sizes that hold each layer; widths are multiples of `multiple`."""
         mlps = moe.mlps()
         # engines want at least one layer with experts
-        whole = 0
+        dense_layers = 0
         while self.rules.dense_layers and len(mlps) > 1 and experts_per_token(mlps[0]) == mlps[0].num_experts:
-            whole, mlps = whole + 1, mlps[1:]
+            dense_layers, mlps = dense_layers + 1, mlps[1:]
         width = round_up(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple or FINE_MULTIPLE)
         shared = round_up(max(mlp.shared_size for mlp in mlps), width)
         chosen = [experts_per_token(mlp) for mlp in mlps]
         zeros = max(chosen) - min(chosen)
         # the stock router looks for the two best of a group
-        layout = StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
+        layout = StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, dense_layers)
         if self.rules.shared_in_experts:
             always = layout.shared // layout.width
             experts, top_k = layout.experts + always, layout.top_k + always
@@ -105,8 +105,8 @@ class FineGrained(Carrier):
         self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
     ) -> Iterator[tuple[str, Tensor]]:
         mlp = moe.mlps()[i]
-        if i < layout.whole:
-            yield from named(self.whole, whole_matrices(mlp))
+        if i < layout.dense_layers:
+            yield from named(self.dense_mlp, dense_matrices(mlp))
             return
         weight, corrections = router_tensors(mlp, layout, eps, self.form_in(moe.dtype))
         weight = weight if self.float32_routers else weight.to(moe.dtype)
@@ -131,7 +131,7 @@ class FineGrained(Carrier):
         return gate, up, down * (shared if expert is None else routed)
 
     def bytes(self, moe: ToMoEForCausalLM, layout: StockLayout) -> int:
-        routers = (len(moe.mlps()) - layout.whole) * layout.experts * moe.config.hidden_size
+        routers = (len(moe.mlps()) - layout.dense_layers) * layout.experts * moe.config.hidden_size
         wider = torch.float32.itemsize - moe.dtype.itemsize if self.float32_routers else 0
         return super().bytes(moe, layout) + routers * wider
 
@@ -223,7 +223,7 @@ def router_tensors(
     return torch.cat([eps * weight, zeros]), torch.cat([form.corrections(bias, eps), always])
 
 
-def whole_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:
+def dense_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:
     """Gate, up [F, D] and down [D, F] of all neurons."""
     assert mlp.gate_proj is not None
     return mlp.gate_proj, mlp.up_proj, mlp.down_proj.t().contiguous()

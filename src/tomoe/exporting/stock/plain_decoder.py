@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from tomoe.errors import UserError
-from tomoe.exporting.stock.carrier import Decoder, empty_stock, mlp_problem
+from tomoe.exporting.stock.architecture import Decoder, empty_stock, mlp_problem
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.far_tokens import original_context
 from tomoe.model.hooks import hooked, input_of

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from tomoe.budget import attention_params
 from tomoe.methods.tomoe.gumbel import gumbel_sigmoid, keep_probability
 from tomoe.methods.tomoe.network import per_layer
-from tomoe.methods.tomoe.projection import Projection, start_logits
+from tomoe.methods.tomoe.projection import Projection, initial_logits
 from tomoe.methods.tomoe.rotation import head_rotations
 from tomoe.model.attention import rotate_heads
 from tomoe.model.hooks import hooked, input_of
@@ -173,7 +173,7 @@ class AttentionRanking:
             o, weight = rotate_heads(o, rotation), rotate_heads(weight, rotation)
         self.importance.append(attention_importance(q, k, o, weight, self.shape))
 
-    def start_(self, active: float) -> tuple[int, bool]:
+    def initialize_(self, active: float) -> tuple[int, bool]:
         """Start from the most important Q/K choices and V/O dims of every layer; returns their parameters, and whether V/O dims
         are left out."""
         s = self.shape
@@ -185,8 +185,8 @@ class AttentionRanking:
         for i, (qk, values) in enumerate(self.importance):
             value_ranks, qk_ranks = (t.argsort(descending=True, stable=True).argsort() for t in (values, qk))
             spent += int(attention_params(s, len(s.qk_dims((qk_ranks < choices).cpu())), dims))
-            starts = start_logits(value_ranks, dims, keep_bias), start_logits(qk_ranks, choices, keep_bias)
-            self.net.dims[i].start_at_(torch.cat(starts))
+            starts = initial_logits(value_ranks, dims, keep_bias), initial_logits(qk_ranks, choices, keep_bias)
+            self.net.dims[i].initialize_(torch.cat(starts))
         return spent, dims < s.head_dim
 
 

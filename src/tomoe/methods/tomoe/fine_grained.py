@@ -51,7 +51,7 @@ class FineNetwork(MaskNetwork):
     def blank_start(self, device: torch.device) -> FineLayer:
         return FineLayer.empty(self.shape, self.layout, device)
 
-    def start_experts_(self, starts: Sequence[FineLayer], units: Sequence[int] | None, left: float) -> None:
+    def initialize_experts_(self, starts: Sequence[FineLayer], units: Sequence[int] | None, left: float) -> None:
         """Start from carved experts with so many of them a token in each layer; None: as many as the layout says."""
         top_ks = self.layout.top_ks(self.shape.num_layers) if units is None else units
         for i, start in enumerate(starts):

@@ -24,7 +24,7 @@ from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
 from tomoe.plans.partition.elimination import elimination_bytes
 from tomoe.plans.partition.experts import FLOAT32, fine_bytes
-from tomoe.plans.partition.layouts import FineLayout, settle_layout, tolerance_of
+from tomoe.plans.partition.layouts import FineLayout, layout_of, tolerance_of
 from tomoe.progress import stage_callback
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form
@@ -79,7 +79,7 @@ class ToMoE(Method):
         """The mask network at its start, unless a checkpoint holds it, too."""
         net = new_network(task.recipe, task.model)
         if not task.run.steps():
-            start_(net, task)
+            initialize_(net, task)
             task.ended("carving" if task.recipe.start == "carved" else "start")
         return net
 
@@ -87,7 +87,7 @@ class ToMoE(Method):
         return super().operations(recipe, shape, output) + training_operations(recipe, shape, output)
 
     def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
-        layout, train, data = settle_layout(recipe, shape), recipe.train, recipe.data
+        layout, train, data = layout_of(recipe, shape), recipe.train, recipe.data
         with torch.device("meta"):
             net = mask_network(
                 shape, layout, recipe.experts.embedding_size, recipe.attention, recipe.sampling, recipe.seed
@@ -119,11 +119,11 @@ def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
 def new_network(recipe: Recipe, model: PreTrainedModel) -> AnyNetwork:
     """Make the network that holds experts and routers of a model; the start, or a checkpoint, fills it."""
     shape, size = shape_of(model), recipe.experts.embedding_size
-    layout = settle_layout(recipe, shape)
+    layout = layout_of(recipe, shape)
     return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(model.device)
 
 
-def start_(net: AnyNetwork, task: Task) -> None:
+def initialize_(net: AnyNetwork, task: Task) -> None:
     """Set what calibration text decides before learning: all of a carved start, of a random one the basis of the values."""
     recipe, model, text = task.recipe, task.model, task.calibration(task.model)
     if recipe.start == "carved":

@@ -24,10 +24,10 @@ def per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
 
 
 class MaskNetwork(nn.Module):
-    """Routers and experts of all layers, in float32: what learning changes as parameters, what the start settles as buffers.
+    """Routers and experts of all layers, in float32: what is trained as parameters, what the start fixes as buffers.
 
-    A form adds `carve` (of one layer), `blank_start` (what that returns, without values), `start_experts_`, `sample_experts` (of
-    one layer in one step) and `extract_experts` (without noise).
+    A form adds `carve` (of one layer), `blank_start` (what that returns, without values), `initialize_experts_`,
+    `sample_experts` (of one layer in one step) and `extract_experts` (without noise).
     """
 
     # an nn.ModuleList, typed as what it holds

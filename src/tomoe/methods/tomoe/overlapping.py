@@ -19,7 +19,7 @@ from torch import Tensor
 from tomoe.budget import mlp_params
 from tomoe.methods.tomoe.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
 from tomoe.methods.tomoe.network import MaskNetwork, per_layer
-from tomoe.methods.tomoe.projection import Projection, start_logits
+from tomoe.methods.tomoe.projection import Projection, initial_logits
 from tomoe.model.shape import ModelShape
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.allocation import Site, bisected, common_offset, common_widths, units_by_layer
@@ -53,7 +53,7 @@ class OverlappingNetwork(MaskNetwork):
         loss = torch.empty(len(self.layout.widths(s.mlp_size)), dtype=torch.float64)
         return OverlappingStart(torch.empty(n, s.hidden_size, device=device), ranks, loss)
 
-    def start_experts_(self, starts: Sequence[OverlappingStart], units: Sequence[int] | None, left: float) -> None:
+    def initialize_experts_(self, starts: Sequence[OverlappingStart], units: Sequence[int] | None, left: float) -> None:
         """Start from carved experts with so many units in each layer; None: all layers share `left` parameters alike."""
         s = self.shape
         equal = min(max(1, round(left / (s.num_layers * mlp_params(s, 1)))), s.mlp_size)
@@ -61,7 +61,7 @@ class OverlappingNetwork(MaskNetwork):
         for i, start in enumerate(starts):
             width = equal if units is None else widths[units[i]]
             self.routers[i].weight.copy_(start.router_weight)
-            self.neurons[i].start_at_(start_logits(start.ranks, width, self.sampling.keep_bias))
+            self.neurons[i].initialize_(initial_logits(start.ranks, width, self.sampling.keep_bias))
 
     def sample_experts(
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int

@@ -29,12 +29,12 @@ Activation = Callable[[Tensor], Tensor]
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
-def few_suits(mlp: ToMoEMLP, x: Tensor) -> bool:
+def supports_few(mlp: ToMoEMLP, x: Tensor) -> bool:
     """Whether `auto` is to take `few`, on CUDA for fine-grained experts."""
     return _fine_on_cuda(mlp, x) and len(x) <= FEW_TOKENS and _share(mlp) <= MOST_FOR_FEW
 
 
-def grouped_suits(mlp: ToMoEMLP, x: Tensor) -> bool:
+def supports_grouped(mlp: ToMoEMLP, x: Tensor) -> bool:
     """Whether `auto` is to take `grouped`, on CUDA for fine-grained experts."""
     if not _fine_on_cuda(mlp, x) or x.dtype != torch.bfloat16 or not _divides(mlp):
         return False

@@ -16,7 +16,7 @@ from tomoe.moe.modeling_tomoe import FEW_TOKENS, few, learns
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
-def suits(module: Any, x: Tensor) -> bool:
+def supports(module: Any, x: Tensor) -> bool:
     """Whether the kernel can compute a linear layer, and was faster than PyTorch on such a processor."""
     if torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16") or not (x.numel() and few(x)):
         return False
@@ -33,7 +33,7 @@ class Linear(nn.Linear):
     """A linear layer that a few tokens meet in the kernel. A class, so that one graph of torch.compile serves all layers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(self, x) if suits(self, x) else super().forward(x)
+        return product(self, x) if supports(self, x) else super().forward(x)
 
 
 def prepare_(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ def allocate(losses: Sequence[Float[Tensor, " n1"]], params: Sequence[int], budg
     return units
 
 
-def evened(units: Sequence[int], most: int) -> list[int]:
+def spread_evenly(units: Sequence[int], most: int) -> list[int]:
     """Return as many units in all, equally many, up to one, for the layers that have fewer than `most`; the first get it."""
     others = [i for i, n in enumerate(units) if n < most]
     if not others:

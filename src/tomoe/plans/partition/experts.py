@@ -22,7 +22,7 @@ from tomoe.model.compute_dtype import rounded_products
 from tomoe.model.shape import ModelShape
 from tomoe.plans.layer import LayerPlan, dense_attention
 from tomoe.plans.partition.activations import Activations, visit_layers
-from tomoe.plans.partition.allocation import allocate, evened
+from tomoe.plans.partition.allocation import allocate, spread_evenly
 from tomoe.plans.partition.layouts import FineLayout, Layout, check_tolerance
 from tomoe.plans.partition.routers import fit_router
 from tomoe.plans.plan import Plan
@@ -142,8 +142,8 @@ def units_of_layers(
         return None
     params = [int(mlp_params(shape, width)) for width in layout.widths(shape.mlp_size)]
     # one more than a whole layer has: then none is left out
-    most = len(params) - 1 if layout.leaves_whole else len(params)
-    return evened(allocate(losses, params, left), most)
+    most = len(params) - 1 if layout.allows_dense else len(params)
+    return spread_evenly(allocate(losses, params, left), most)
 
 
 def budget_of_mlps(shape: ModelShape, active: float, num_experts: int) -> float:

@@ -1,4 +1,4 @@
-"""How experts divide the neurons of a layer: settled once, from a recipe and the sizes of a model, before a weight is read.
+"""How experts divide the neurons of a layer: layout once, from a recipe and the sizes of a model, before a weight is read.
 
 The mask network, the carve, the extraction and the estimate of memory all receive the same layout.
 """
@@ -49,7 +49,7 @@ class OverlappingLayout:
     """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
     counts_routers: bool = True
     """Whether the budget counts routers (`Recipe.counts_routers`)."""
-    leaves_whole: ClassVar[bool] = True  # whether a layer stays whole that the lowest total error would leave whole
+    allows_dense: ClassVar[bool] = True  # whether a layer stays whole that the lowest total error would leave whole
 
     @property
     def uniform(self) -> bool:
@@ -77,7 +77,7 @@ class FineLayout:
     uniform: bool = False  # whether they must
     dense_layers: int = 0  # if they must: so many of the first layers use all experts instead
     router_bias: bool = True  # whether routers have biases
-    leaves_whole: bool = True  # whether a layer stays whole that the lowest total error would leave whole
+    allows_dense: bool = True  # whether a layer stays whole that the lowest total error would leave whole
     counts_routers: ClassVar[bool] = True
 
     @property
@@ -103,7 +103,7 @@ class FineLayout:
 Layout = OverlappingLayout | FineLayout
 
 
-def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
+def layout_of(recipe: Recipe, shape: ModelShape) -> Layout:
     """The layout that a recipe of experts asks for. Raises UserError where no plan can meet the budget, whatever its masks."""
     return _fine_layout(shape, recipe) if recipe.experts.form == "fine" else _overlapping_layout(shape, recipe)
 
@@ -141,8 +141,8 @@ def _fine_layout(shape: ModelShape, recipe: Recipe) -> FineLayout:
             f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
             f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
         )
-    settled = replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
-    return replace(settled, router_bias=rules.router_bias, leaves_whole=not rules.wide)
+    layout = replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
+    return replace(layout, router_bias=rules.router_bias, allows_dense=not rules.gpu)
 
 
 def _near(active: float) -> list[float]:
@@ -156,7 +156,7 @@ def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRul
     """Numbers of fine-grained experts, the best first: the given one, or the usual ones that suit a layer of this width."""
     if experts.num_experts:
         return [experts.num_experts]
-    if rules.wide:
+    if rules.gpu:
         return GPU_NUMBERS
     if rules.numbers and not experts.expert_size:
         return rules.numbers
@@ -200,8 +200,8 @@ class _Search:
 
     def best(self, numbers: Sequence[int]) -> FineLayout | None:
         """The layout that there is for the first of these numbers of experts, or for a GPU for any of them."""
-        if self.rules.wide:
-            return self.wide(numbers)
+        if self.rules.gpu:
+            return self.for_gpu(numbers)
         if not self.rules.uniform or self.experts.expert_size:
             return next(filter(None, (self.roundest([n]) for n in numbers)), None)
         # few experts only where their rows are whole blocks; the last number takes what there is
@@ -245,7 +245,7 @@ class _Search:
         found = (self.roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, self.rules.block) for some in ranges)
         return next(filter(None, found), None)
 
-    def wide(self, numbers: Sequence[int]) -> FineLayout | None:
+    def for_gpu(self, numbers: Sequence[int]) -> FineLayout | None:
         """The layout for a GPU: near the wanted shared part if that can be, then of most experts, then of the roundest size."""
 
         def worth(layout: FineLayout) -> tuple[bool, int, int, float]:
@@ -257,7 +257,7 @@ class _Search:
     def refusal(self, number: int, near: float | None) -> UserError:
         """What to say if there is no layout; `near`: another active with which there is one, if any is known."""
         would_do = "" if near is None else f" (active = {near:g} would do)"
-        if self.rules.wide:
+        if self.rules.gpu:
             return UserError(
                 f"no layout for a GPU divides the {self.mlp_size:,} neurons of a layer so that a token uses "
                 f"{self.width(number):,.0f} of them: it wants a power of two of experts, at least {GPU_NUMBERS[-1]}, of at least "

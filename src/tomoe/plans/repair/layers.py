@@ -93,7 +93,7 @@ class _Repairing:
             return FewTokens(size, hidden, tokens, streams.device)
         return NormalEquations(size, hidden, streams.device)
 
-    def _take_attention(self, i: int, chunk: slice, sums: Equations) -> None:
+    def _add_attention(self, i: int, chunk: slice, sums: Equations) -> None:
         """Gap of the attention: to its dense self on the same input, or of the stream behind it."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
@@ -108,7 +108,7 @@ class _Repairing:
             gap_tD += self.share * (dense_tD + theirs_tD - x_tD - given_tD)
         sums.add(real(ours["o"]), gap_tD, x_tD)
 
-    def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: Equations | None) -> None:
+    def _add_mlp(self, i: int, output: Refit | None, chunk: slice, sums: Equations | None) -> None:
         """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on; without `sums`
         they go through a layer that is finished."""
         streams = self.streams
@@ -141,7 +141,7 @@ class _Repairing:
             made = finished or self._refit(i)
             if finished is not None:
                 for chunk in streams.chunks:
-                    self._take_mlp(i, finished.output, chunk, None)
+                    self._add_mlp(i, finished.output, chunk, None)
             change = (made.down.weight - streams.parts[i].mlp.down.weight).to(streams.model.dtype)
             gain = streams.gain(i)
             for chunk in streams.chunks:
@@ -160,8 +160,8 @@ class _Repairing:
         parts = self.streams.parts[i]
         output = None
         if self.settings.output:
-            output = self._fit(parts.attention.o, s.num_heads * s.head_dim, partial(self._take_attention, i))
-        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._take_mlp, i, output)), output)
+            output = self._fit(parts.attention.o, s.num_heads * s.head_dim, partial(self._add_attention, i))
+        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._add_mlp, i, output)), output)
 
 
 def repair_layers(

@@ -82,13 +82,13 @@ class StockLayout:
     experts: int
     top_k: int
     zeros: int
-    whole: int
+    dense_layers: int
     always: int = 0
 
     def words(self, moe: ToMoEForCausalLM) -> str:
         """As in "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
         zeros = f" ({self.zeros} of zeros)" if self.zeros else ""
-        whole = f", {self.whole} whole before them" if self.whole else ""
+        dense = f", {self.dense_layers} dense before them" if self.dense_layers else ""
         size = max(mlp.expert_rows.shape[1] for mlp in moe.mlps())
         filled = f" (filled up from {size:,})" if self.width > size else ""
         if not self.experts:
@@ -97,7 +97,7 @@ class StockLayout:
         always = f" ({self.always} of them always, the shared part)" if self.always else ""
         return (
             f"{self.experts} experts{zeros} of {self.width:,} neurons{filled}, {self.top_k} for each token{always}{shared} "
-            f"in each of {len(moe.mlps()) - self.whole} layers{whole}"
+            f"in each of {len(moe.mlps()) - self.dense_layers} layers{dense}"
         )
 
     def sizes(self, moe: ToMoEForCausalLM, stored: int, more: str = "") -> Sizes:
@@ -108,7 +108,7 @@ class StockLayout:
 
 
 @dataclass(eq=False, kw_only=True)
-class Carrier(Target):
+class StockArch(Target):
     """A class of transformers that carries experts; decoder: around them; sizes_of: the keys of its config that tell of them;
     tried_with: older versions of transformers that computed the same; other_form: why it has no place for another form of
     experts, as half a sentence; how_well: it holds a model that it supports."""
@@ -150,7 +150,7 @@ class Carrier(Target):
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
         """The sizes that all layers get; expert widths are multiples of `multiple`."""
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
         return self.form is None or not self.form.normalized
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
