@@ -1,4 +1,4 @@
-"""What a folder of ours holds: of all other files in it, none is ever deleted or overwritten."""
+"""Files that tomoe writes; others are never deleted or overwritten."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ _NAMED = 4  # names that a sentence lists
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether tomoe wrote a plan, a model, a run or an export to the folder."""
+    """Whether tomoe wrote a plan, model, run or export to the folder."""
     inside = folder.name == "run" and folder.parent != folder and is_ours(folder.parent)
     return inside or any(holds(folder / name, mark) for name, mark in _MARKS.items())
 
 
 def holds(file: Path, mark: str) -> bool:
-    """Whether an ordinary file can be read and has this text in it."""
+    """Whether a regular file is readable and contains this text."""
     try:
         if not file.is_file():
             return False
@@ -88,8 +88,8 @@ def holds(file: Path, mark: str) -> bool:
 
 
 def refuse_foreign_files(folder: Path, force: bool, names: Sequence[str]) -> None:
-    """Raises UserError if files that tomoe did not write lie in a folder that it is about to write to. With `force` they may,
-    but none where one of `names` (patterns) would be written. Hidden files and empty folders do not count."""
+    """Raise UserError if a folder to write to holds files that tomoe did not write. With `force` it may, unless one of `names`
+    (patterns) would be overwritten. Hidden files and empty folders do not count."""
     if not folder.is_dir() or is_ours(folder):
         return
     visible = [path for path in folder.iterdir() if not path.name.startswith(".") and _has_files(path)]
@@ -111,8 +111,8 @@ def refuse_foreign_files(folder: Path, force: bool, names: Sequence[str]) -> Non
 
 
 def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = False) -> None:
-    """Raises UserError if `out` holds a model, or files of somebody else, or is the folder of the `dense` model. With
-    `force`, or `resume` if there is a run to resume, a model of ours may be replaced."""
+    """Raise UserError if `out` holds a model or foreign files, or is the folder of the `dense` model. With `force`, or `resume`
+    if there is a run to resume, a model that tomoe wrote may be replaced."""
     if dense and out.resolve() == Path(dense).expanduser().resolve():
         raise UserError(f"{out} holds the input model; choose another folder for the result")
     # an adapter beside a model is refused when the model is loaded
@@ -123,7 +123,7 @@ def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = F
 
 
 def refuse_foreign_file(file: Path | None, mark: str) -> None:
-    """Raises UserError if a file to write is there and was not written by tomoe, whose own have the text `mark` in them."""
+    """Raise UserError if the file exists and was not written by tomoe, whose files contain the text `mark`."""
     if file is None:
         return
     if file.suffix != ".json" and file.name in MODEL and is_ours(file.parent):
@@ -138,6 +138,6 @@ def _has_files(path: Path) -> bool:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -70,7 +70,7 @@ CASES = {
     "fine, one expert a token, many tokens": Case(tokens=300, experts=9, width=20, union=200, top_k=1),
 }
 ALL = pytest.mark.parametrize("name", CASES)
-BACKENDS = pytest.mark.parametrize("backend", list(BACKENDS["experts"]))
+EACH_BACKEND = pytest.mark.parametrize("backend", list(BACKENDS["experts"]))
 
 
 PARTS = {
@@ -150,7 +150,7 @@ def expected_of(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @ALL
-@BACKENDS
+@EACH_BACKEND
 def test_backends_compute_the_experts(name: str, backend: str) -> None:
     mlp, (x, expert_ids) = make_mlp(CASES[name]), make_inputs(CASES[name])
     expected, _ = expected_of(name, torch.float32)
@@ -166,7 +166,7 @@ def run_reference(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 @ALL
-@BACKENDS
+@EACH_BACKEND
 def test_bfloat16_rounds_no_more_often_than_it_must(name: str, backend: str) -> None:
     """With u the unit roundoff and |act(g)| <= |g|, |act'| <= 1.1: rounding g costs 1.1 u |g v|, act(g), v and their
     product u |g v| each, a partial sum over a block u |g v d|: 5.1 u in all, 6 u with terms of second order."""
@@ -178,7 +178,7 @@ def test_bfloat16_rounds_no_more_often_than_it_must(name: str, backend: str) -> 
     assert not len(x) or excess.max() <= 0
 
 
-@BACKENDS
+@EACH_BACKEND
 @pytest.mark.parametrize("name", ["plain", "odd sizes", "biases", "no gate", "empty experts"])
 def test_gradients_are_those_of_the_reference(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
@@ -197,7 +197,7 @@ def test_gradients_are_those_of_the_reference(name: str, backend: str, monkeypat
         torch.testing.assert_close(y[which], gradient, atol=1e-4, rtol=1e-4, msg=lambda m, w=which: f"{w}: {m}")
 
 
-@BACKENDS
+@EACH_BACKEND
 def test_any_batch_shape(backend: str) -> None:
     mlp = make_mlp(CASES["biases"])
     mlp.config.tomoe_expert_backend = backend
@@ -234,7 +234,7 @@ def test_runs_are_the_long_ones_and_the_rest_is_gathered(monkeypatch: pytest.Mon
     )
 
 
-@BACKENDS
+@EACH_BACKEND
 def test_what_is_kept_follows_the_weights(backend: str) -> None:
     """Cached structures are rebuilt after a load, a change in place, a move, and are not shared with a copy."""
     first, (x, expert_ids) = make_mlp(CASES["plain"]), make_inputs(CASES["plain"])

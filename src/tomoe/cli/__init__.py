@@ -49,7 +49,7 @@ LESS_MEMORY = (
 
 
 class _Command(TyperCommand):
-    """A command that says what is wrong with a value without the class of pydantic's error, which typer puts before it."""
+    """A command that reports a wrong value without the class name of pydantic's error, which typer puts before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -120,7 +120,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _process_group() -> AbstractContextManager[None]:
-    """That of torchrun, if it started this process beside others. Raises UserError if WORLD_SIZE is not a number."""
+    """Join torchrun's process group, if it started this process with others. Raises UserError for a wrong WORLD_SIZE."""
     said = os.environ.get("WORLD_SIZE") or "1"
     if not said.isdecimal():
         raise UserError(f"the environment variable WORLD_SIZE is {said!r}, but it should be a number; unset it")
@@ -132,7 +132,7 @@ def _process_group() -> AbstractContextManager[None]:
 
 
 def _command(words: Sequence[str]) -> click.Command | None:
-    """The command among the words of a command line."""
+    """Find the command among the words of a command line."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     return next((commands[word] for word in words if word in commands), None)
 

@@ -1,4 +1,4 @@
-"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, learning if there are steps, plan, repair, folding, measurement."""
+"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, training if there are steps, plan, repair, folding, measurement."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def convert(
 
 
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False) -> bool:
-    """Convert, measure, write the reports and show the results; returns whether this is the process that shows them."""
+    """Convert, measure, write the reports and show the results; return whether this process shows them."""
     from tomoe import distributed
     from tomoe.evaluation import tables
     from tomoe.memory import duration, estimate
@@ -89,7 +89,7 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
 
 
 def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
-    """What to try after a conversion, as (command, what it does)."""
+    """Suggest commands to try after a conversion, as (command, what it does)."""
     from tomoe.methods import registry
 
     model, folder = quoted(recipe.model), quoted(out)

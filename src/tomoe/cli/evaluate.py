@@ -102,7 +102,7 @@ def evaluate(
 
 
 def _check_files(json_file: Path | None, markdown_file: Path | None) -> None:
-    """Raises UserError for files that tomoe did not write, and for one file for both."""
+    """Raise UserError for files that tomoe did not write, and if both are the same file."""
     from tomoe.evaluation import results, tables
 
     folders.refuse_foreign_file(json_file, f'"{results.FORMAT}"')
@@ -151,7 +151,7 @@ def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measure
 def _tasks(
     suite: str | None, names: str | None, folder: Path | None, limit: int | None, batch_size: int, run_code: bool
 ) -> task_sets.TaskSet | None:
-    """The requested tasks, before any model is loaded. Raises UserError if one does not exist."""
+    """Parse the requested tasks before any model is loaded. Raises UserError if one does not exist."""
     from tomoe.evaluation import tasks as task_sets
 
     if suite is None and names is None:

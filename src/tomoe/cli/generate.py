@@ -1,4 +1,4 @@
-"""`tomoe generate MODEL "prompt"`: let a dense or a converted model continue a prompt."""
+"""`tomoe generate MODEL "prompt"`: continue a prompt with a dense or converted model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tomoe route MODEL "text"`: every token in the color of the expert that it goes to."""
+"""`tomoe route MODEL "text"`: show every token in the color of its expert."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def route(
 
 
 def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, colored: bool) -> None:
-    """The tokens of a layer, on the color of their (strongest) expert, or with its number behind them: of a long text below a
-    line with the shares of the experts, of a short one in one line, so that layers can be compared."""
+    """Print the tokens of a layer in the color of their (strongest) expert, or followed by its number: long text below a line
+    with the experts' shares, short text in one line, so that layers can be compared."""
     from tomoe.report import html as pages
 
     if not trace.has_choice(layer):
@@ -100,7 +100,7 @@ def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, 
 
 
 def style(expert: int) -> str:
-    """Black on the color of the expert; the second eight are underlined."""
+    """Black on the color of the expert; the second eight experts are underlined."""
     from tomoe.report import html as pages
 
     return f"{'underline ' if expert // 8 % 2 else ''}#14171a on {pages.COLORS[expert % 8]}"

@@ -1,4 +1,4 @@
-"""How experts divide the neurons of a layer: layout once, from a recipe and the sizes of a model, before a weight is read.
+"""How experts divide the neurons of a layer: decided once, from a recipe and the sizes of a model, before a weight is read.
 
 The mask network, the carve, the extraction and the estimate of memory all receive the same layout.
 """
