@@ -1,4 +1,4 @@
-"""The targets of an export, and which of them a model takes.
+"""The targets of an export, and which of them can represent a model.
 
 `target` is a key of the recipe and aims the conversion: it says what the experts must be like to fit a form. `--format` says
 which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` is no form, but
@@ -26,7 +26,7 @@ from tomoe.recipe.conversion import Recipe
 
 
 class OwnForm(Target):
-    """A folder as `tomoe convert` writes it, without plan and run: modelling code beside the weights. It holds every model."""
+    """A folder as `tomoe convert` writes it, without plan and run: modeling code beside the weights. Supports every model."""
 
     name = "hf"
 
@@ -57,8 +57,8 @@ class Choice:
 
 
 def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
-    """The target of that name, or for `auto` the first stock architecture that holds the model exactly, else `hf`. Raises
-    UserError, with the reason and the targets that fit, if the named one cannot hold the model."""
+    """Return the target of that name, or for `auto` the first stock architecture that represents the model exactly, else `hf`.
+    Raises UserError, with the reason and the targets that fit, if the named one cannot represent it."""
     if name != "auto":
         if name not in TARGETS:
             raise UserError(f"there is no export target {name!r}; choose one of auto, {', '.join(TARGETS)}")
@@ -78,7 +78,7 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
 
 
 def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
-    """Raises UserError if the recipe's target can hold nothing that this dense model becomes, as far as its parts tell."""
+    """Raise UserError if the recipe's target cannot represent any conversion of this dense model, judging by its parts."""
     # a layout for GPUs stays in tomoe's own form
     target = TARGETS["hf" if recipe.target == "gpu" else recipe.target]
     if reason := target.supports_dense(dense, recipe.experts.form):
@@ -86,7 +86,7 @@ def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
 
 
 def of_family(model: str, form: str) -> str | None:
-    """The target whose class has the attention of this dense model's family, which its config tells, and a place for experts
-    of this form, if there is one. Raises UserError if the config cannot be read."""
+    """Return the target whose class has the attention of this dense model's family and supports experts of this form, if there is
+    one. Raises UserError if the config cannot be read."""
     own = FamilyDecoder(load_config(model).get_text_config(decoder=True).model_type)
     return next((row.name for row in STOCK_ARCHS if row.decoder == own and row.form_problem(form) is None), None)

@@ -1,4 +1,4 @@
-"""`export`: write a converted folder in another form, then verify on real text that both predict the same.
+"""`export`: write a converted folder as another architecture, then verify on real text that both predict the same.
 
 OUT (a converted folder) -> DIR (weights of another architecture, export.json, a card)
 """
@@ -47,8 +47,7 @@ NOT_RUN = "not compared with the converted model, as asked"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and its proof, if any; adjustable: whether another number of experts can be asked for when it is
-    loaded."""
+    """What was written, and its proof, if any; adjustable: whether it can be loaded with another number of experts."""
 
     folder: Path
     choice: Choice
@@ -75,8 +74,8 @@ def export(
     say: Callable[[str], None] = lambda message: None,
     on_progress: ProgressCallback = no_progress,
 ) -> Exported:
-    """Write a converted model in another form, and verify on real text, and on tokens beyond windows and the original
-    context, that the two predict the same.
+    """Write a converted model in another form, and verify on real text, and on tokens beyond windows and the original context,
+    that both predict the same.
 
     folder: what `convert` wrote. name: one of `choice.TARGETS`, or auto: the first stock architecture that holds the model,
     else hf. out: the folder to write; with `force` it replaces an earlier export. text: a file or source to verify on
@@ -140,7 +139,7 @@ def _notices(choice: Choice, sizes: Sizes, moe: ToMoEForCausalLM, name: str) -> 
 
 
 def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
-    """What an export with copies or zeros costs, in one or two sentences; None without."""
+    """Describe the cost of an export with copies or zeros, in one or two sentences; None without."""
     if sizes.zeros:
         zeros = "one expert of zeros is" if sizes.zeros == 1 else f"up to {sizes.zeros} experts of zeros are"
         return (
@@ -195,7 +194,7 @@ def _metadata(exported: Exported, text: EvaluationText | None) -> dict[str, Any]
 
 
 def _write_card(exported: Exported, folder: Path, text: EvaluationText | None) -> None:
-    """Write the card, if the converted folder has the plan that it tells of."""
+    """Write the card, if the converted folder has the plan that it describes."""
     if not (folder / "plan.json").is_file():
         return
     target = exported.choice.target

@@ -110,7 +110,7 @@ class ToMoEConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, in the family's class. Raises ValueError for a folder of another format."""
+        """As in transformers, with the family's class. Raises ValueError for a folder of another format."""
         if cls is not ToMoEConfig:
             return super().from_dict(config_dict, **kwargs)
         if config_dict.get("tomoe_format") != FORMAT:
@@ -474,7 +474,7 @@ def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The experts of each token [T, k], in any order, from router logits [T, N], and their weights [T, k] or None for 1.
+    """Return the experts of each token [T, k], in any order, from router logits [T, N], and their weights [T, k]; None for 1.
 
     `top_k` is None for overlapping experts, of which a token uses one. A router that trains gets the weights
     1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. Only here tokens choose their experts.
@@ -487,7 +487,7 @@ def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tup
 
 
 class Router(nn.Linear):
-    """Logits [T, N] of the experts."""
+    """Computes the logits [T, N] of the experts."""
 
     def forward(self, input: Tensor) -> Tensor:
         return noted(self, compute("router logits", self, input))
@@ -560,11 +560,11 @@ class ToMoEMLP(nn.Module):
 
     @property
     def expert_rows(self) -> Tensor:
-        """[N, W], int32: the rows of each expert in the shared matrices, ascending."""
+        """Rows of each expert in the shared matrices, ascending [N, W], int32."""
         return cast(Tensor, self.expert_neurons)
 
     def activations(self, x_TD: Tensor, neurons: slice | Tensor) -> Tensor:
-        """Activations [T, n] of some neurons: act(gate x) * up x, or act(up x) without a gate."""
+        """Compute activations [T, n] of some neurons: act(gate x) * up x, or act(up x) without a gate."""
 
         def project(weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
             rows_nD = take_rows(weight_FD, neurons).to(x_TD.dtype)
@@ -948,7 +948,7 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
 
 
 def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwargs: Any) -> Any:
-    """The forward pass of the family's decoder, with router logits if a trainer that computes the loss itself asks for them."""
+    """Run the family's decoder, and return router logits if a trainer that computes the loss itself asks for them."""
     forward = type(decoder).forward
     if not output_router_logits:
         return forward(decoder, *args, **kwargs)
@@ -958,7 +958,7 @@ def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwar
 
 
 def run_output(head: Any, x: Tensor) -> Tensor:
-    """The family's own output matrix."""
+    """Compute the logits by the family's own output matrix."""
     # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole matrix.
     return cast(Tensor, type(head).forward(head, x.clone(memory_format=torch.contiguous_format)))
 

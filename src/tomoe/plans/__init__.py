@@ -23,5 +23,5 @@ AnyPlan = Plan | InputsPlan  # a plan of any form
 
 
 def read_plan(folder: Path) -> AnyPlan:
-    """Read and check a plan of any form. Raises UserError if the folder holds none, or a damaged one."""
+    """Read and check a plan of any form. Raises UserError if the folder holds none or a damaged one."""
     return InputsPlan.load(folder) if is_of_inputs(read_head(folder)) else Plan.load(folder)

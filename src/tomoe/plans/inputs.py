@@ -1,4 +1,4 @@
-"""The plan of the form `inputs`: how many of its inputs each projection uses for a token, at every budget.
+"""The plan of the form `inputs`: how many inputs each projection uses per token, at every budget.
 
 It holds no tensor: which inputs these are, a token's own numbers tell. plan.json is all of it.
 """
@@ -82,7 +82,7 @@ class InputsPlan:
         return None
 
     def fraction(self, inputs: Counts) -> float:
-        """The fraction of the decoder parameters that so many inputs use."""
+        """Return the fraction of the decoder parameters that these numbers of inputs use."""
         saved = sum(
             (width - used) * columns
             for kind in self.names
@@ -91,7 +91,7 @@ class InputsPlan:
         return 1 - saved / decoder_params(self.shape)
 
     def inputs(self) -> Counts:
-        """Inputs of a token at the plan's budget, between the two nearest points; beyond its end, those of the last."""
+        """Inputs per token at the plan's budget, interpolated between the nearest points; past the end, those of the last."""
         for more, fewer in pairwise(self.path):
             if self.active > fewer.active:
                 part = min(1.0, (more.active - self.active) / (more.active - fewer.active))
@@ -100,11 +100,11 @@ class InputsPlan:
         return self.path[-1].inputs
 
     def active_fraction(self) -> float:
-        """Return the fraction of decoder parameters that are active for a token; the same for all tokens."""
+        """Return the fraction of decoder parameters that are active per token, the same for all tokens."""
         return self.fraction(self.inputs())
 
     def totals(self) -> dict[str, Any]:
-        """Return counts over all layers: decoder parameters that exist, are active, are stored."""
+        """Return totals over all layers: decoder parameters of the dense model, active and stored."""
         total = decoder_params(self.shape)
         return {
             "num_layers": self.shape.num_layers,

@@ -1,4 +1,4 @@
-"""The architectures of llama.cpp that a converted model may become: what they have in common, and those with a plain decoder.
+"""The architectures of llama.cpp that a converted model can be written as: what they share, and those with a plain decoder.
 
 llama.cpp's `llama` with experts is Mixtral, and it takes biases of Q, K and V where a file has them. Fine-grained experts of
 such decoders go into `glm4moe`, with the tensors of Glm4Moe.
@@ -39,7 +39,7 @@ ATTENTION_NAMES = {
 
 
 class GgufArch(ABC):
-    """An architecture, by llama.cpp's name.
+    """An architecture of llama.cpp, by its name.
 
     stock: the class of transformers with the same places and decoder, and with the router that llama.cpp has; multiple: of
     which expert widths are, unless the user says so; own_target: whose conversions fit.
@@ -51,11 +51,11 @@ class GgufArch(ABC):
     own_target: ClassVar[str] = ""
 
     def problem(self, moe: ToMoEForCausalLM) -> str | None:
-        """Why it cannot compute what this MoE computes, as half a sentence; None if it can."""
+        """Say why it cannot compute this MoE, as half a sentence; None if it can."""
         return self.stock.decoder.problem(moe) or self._layout_problem(moe) or self.engine_problem(moe)
 
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
-        """Why no MoE made from this dense model could become it, judging by its parts; None if one might."""
+        """Say why it cannot represent any MoE made from this dense model, judging by its parts; None if it may."""
         return self.stock.decoder.problem(dense) or self.engine_problem(dense)
 
     def _layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
@@ -67,18 +67,18 @@ class GgufArch(ABC):
 
     @abstractmethod
     def engine_problem(self, model: PreTrainedModel) -> str | None:
-        """What of this model, dense or converted, llama.cpp does not compute, as half a sentence; None if all."""
+        """Say what of this model, dense or converted, llama.cpp does not compute, as half a sentence; None if nothing."""
 
     def context_length(self, moe: ToMoEForCausalLM) -> int:
         """Longest context, in tokens."""
         return int(moe.config.max_position_embeddings)
 
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
-        """The sizes that all layers get."""
+        """Return the sizes that all layers get."""
         return self.stock.layout(moe, multiple or self.multiple)
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        """Write the keys of the decoder and of the experts; here those that all have."""
+        """Write the keys of the decoder and of the experts; here those that all architectures have."""
         writer.add_embedding_length(moe.config.hidden_size)
         writer.add_head_count(moe.config.num_attention_heads)
         writer.add_rope_freq_base(float(moe.config.rope_parameters["rope_theta"]))
@@ -147,15 +147,15 @@ def _whole(mlp: ToMoEMLP, part: int) -> Tensor:
 def mlp_parts(
     names: str, make: Callable[[int], Tensor], width: int, hidden: int, number: tuple[int, ...] = ()
 ) -> Iterator[Part]:
-    """Gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
+    """Return gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
     for part, place in enumerate(("gate", "up", "down")):
         shape = (hidden, width) if place == "down" else (width, hidden)
         yield names.format(place), partial(make, part), (*number, *shape)
 
 
 class PlainArch(GgufArch):
-    """One with the decoder that several stock classes share; mlp_norm: name of the norm before an MLP; scaled_frequencies:
-    whether a file may hold such; other_form: what to say where another experts.form would do."""
+    """An architecture with the decoder that several stock classes share; mlp_norm: name of the norm before an MLP;
+    scaled_frequencies: whether a file may hold them; other_form: what to say if another experts.form would do."""
 
     mlp_norm: ClassVar[str] = "ffn_norm"
     scaled_frequencies: ClassVar[bool] = False
@@ -208,7 +208,7 @@ class PlainArch(GgufArch):
             yield prefix + name, partial(made_again, name), tuple(t.shape)
 
     def attention(self, attention: Any) -> dict[str, Tensor]:
-        """The tensors of a layer's attention by their names in the file."""
+        """Return the tensors of a layer's attention by their names in the file."""
         tensors = {}
         for name, t in attention_tensors(attention).items():
             part, _, kind = name.partition(".")
@@ -216,12 +216,12 @@ class PlainArch(GgufArch):
         return tensors
 
     def ordered(self, part: str, t: Tensor, head_dim: int) -> Tensor:
-        """A tensor of attention with its rows as llama.cpp wants them; halves of heads are paired, as in transformers."""
+        """Reorder the rows of an attention tensor for llama.cpp; halves of heads are paired, as in transformers."""
         return t
 
 
 def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
-    """Rotary frequencies before any scaling; a file holds what they are divided by."""
+    """Rotary frequencies before any scaling; a file holds their divisors."""
     size = 2 * moe.model.rotary_emb.inv_freq.numel()
     theta = moe.config.rope_parameters["rope_theta"]
     return 1.0 / theta ** (torch.arange(0, size, 2, device=moe.device).float() / size)
@@ -233,8 +233,8 @@ def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, "
 
 
 class Llama(PlainArch):
-    """Overlapping experts, of which a token uses one, or plain MLPs where there is one for all tokens. Neighboring dims of a head
-    are paired, and frequencies may be scaled."""
+    """Overlapping experts, one per token, or plain MLPs if all tokens share one expert. Adjacent dims of a head are paired, and
+    frequencies may be scaled."""
 
     name = "llama"
     stock = replace(MIXTRAL, decoder=PlainDecoder(biased=True, silu_only=True))
@@ -254,7 +254,7 @@ class Llama(PlainArch):
 
 
 class Glm4Moe(PlainArch):
-    """Experts and a shared one; the first layers may be whole."""
+    """Routed experts and a shared one; the first layers may be dense."""
 
     name = "glm4moe"
     stock = GLM4_MOE

@@ -1,4 +1,4 @@
-"""A GGUF file for llama.cpp and all that is built on it."""
+"""A GGUF file for llama.cpp and everything built on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tomoe.progress import StageCallback, no_stage_progress
 
 
 class Gguf(Target):
-    """One file, in the architecture of llama.cpp that suits the experts."""
+    """One file, in the llama.cpp architecture that supports the experts."""
 
     name = "gguf"
 
@@ -79,7 +79,7 @@ class Gguf(Target):
 
 
 def arch_of(kind: str, form: str) -> GgufArch:
-    """The architecture for experts of this form (experts.form) in a model, dense or converted, of this kind of config."""
+    """Return the architecture for experts of this form (experts.form) in a model, dense or converted, with this config."""
     return Llama() if form == "overlapping" else FAMILY_ARCHS.get(kind) or Glm4Moe()
 
 
@@ -94,7 +94,7 @@ def _weights(moe: ToMoEForCausalLM, precision: Precision) -> Weights:
 
 @torch.no_grad()
 def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int | None) -> Iterator[Entry]:
-    """Yield every tensor of the file in order; an entry makes its tensor when it is written."""
+    """Yield every tensor of the file in order; an entry makes its tensor when written."""
     arch = _arch(moe)
     weights = _weights(moe, precision)
     for name, make, shape in arch.parts(moe, arch.layout(moe, multiple)):
@@ -109,7 +109,7 @@ def write_gguf(
     multiple: int | None = None,
     on_progress: StageCallback = no_stage_progress,
 ) -> None:
-    """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
+    """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read differently."""
     arch = _arch(moe)
     writer = GGUFWriter(None, arch.name)
     write_head(writer, moe, arch.layout(moe, multiple), path.stem, precision)
@@ -119,7 +119,7 @@ def write_gguf(
 
 
 def write_head(writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout, name: str, precision: Precision) -> None:
-    """Write the keys of a file but for those of its tokenizer."""
+    """Write the keys of a file, except those of its tokenizer."""
     arch = _arch(moe)
     writer.add_type("model")
     writer.add_name(name)

@@ -1,4 +1,4 @@
-"""The stock classes, one row each: its config, what it computes around the experts, its router, the names of its tensors.
+"""The stock classes, one row each: its config, the decoder around the experts, its router, its tensor names.
 
 What a row asks of a conversion stands in `recipe.target_rules` under the same name. Classes with Softmax routers weigh each of k
 experts 1/k: down projections hold the factor k, and no other number of experts can be asked for at load time.
@@ -34,7 +34,7 @@ ROUTED_SCALE = 2.0  # undoes the 1/2 that a sigmoid has at 0
 
 
 def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
-    """Its router could choose among groups of experts, but has one. Output matrices are never tied: vLLM's class does not."""
+    """Config values of Glm4Moe: one group of experts to choose from; untied output matrix, as vLLM's class needs it."""
     attention: Any = moe.model.layers[0].self_attn
     return {
         "n_routed_experts": layout.experts,
@@ -55,8 +55,7 @@ def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
 
 
 class Mixtral(StockArch):
-    """Overlapping experts of one width in all layers. Neurons that experts share are copied, narrow experts get neurons of zeros.
-    A token uses one expert, with the weight 1: the stock router normalizes the weights of the chosen ones."""
+    """Overlapping experts of one width in all layers. Shared neurons are copied, narrow experts are padded with zeros."""
 
     other_form = "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
     how_well = "exactly"
@@ -140,7 +139,8 @@ LFM2_MOE = FineGrained(
 
 
 def granite(name: str, config_class: Any, kind: str) -> FineGrained:
-    """All multipliers stay the family's. Experts are chosen by logits, which no softmax rounds, so Softmax's bounds hold."""
+    """Config values of Granite: the family's multipliers. Experts are chosen by logits, so Softmax's bounds hold without
+    rounding."""
     return FineGrained(
         name=name,
         config_class=config_class,

@@ -22,7 +22,7 @@ register("largest inputs", native=Backend(inputs.largest, inputs.finds_largest, 
 
 
 def prepare(model: nn.Module) -> None:
-    """Have the linear layers of a loaded model that is to decode on a CPU run in kernels, where they can: as `tomoe.load` does.
+    """Run the linear layers of a loaded model in kernels, where possible, for decoding on a CPU; `tomoe.load` calls it.
 
     Projections whose tokens choose inputs get other memory, in which `weight` is not contiguous; beside experts, projections of
     attention run in a kernel. Call it after quantizers, adapters and hooks: layers with these stay as they are.

@@ -1,4 +1,4 @@
-"""Experts on the CPU in one pass over the shared rows: each row that some token needs is read once for the whole batch."""
+"""Experts on the CPU in one pass over the shared rows: each row that some token needs is read once per batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, l
 
 
 class Algorithm(IntEnum):
-    """How the kernel runs experts: row after row of the weights, or in products of tiles (bfloat16)."""
+    """How the kernel runs experts: row by row, or in matrix products of tiles (bfloat16)."""
 
     ROWS = 0
     MATRIX = 1
@@ -46,8 +46,8 @@ AT_ONCE = {
 
 
 def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
-    """A number for each neuron: where experts overlap, bit e says that expert e has it; of fine-grained experts 1 + its
-    expert, or 0 if all tokens use it."""
+    """Encode the experts of each neuron: for overlapping experts bit e means expert e; for fine-grained ones 1 + its expert, or 0
+    if all tokens use it."""
     members = torch.zeros(union, dtype=torch.long)
     if fine:
         members[expert_rows.long()] = 1 + torch.arange(len(expert_rows))[:, None]
@@ -59,7 +59,7 @@ def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[T
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
 def supports(mlp: ToMoEMLP, x: Tensor) -> bool:
-    """Whether `auto` is to take native: wherever it can run and is not slower than the dense MLP."""
+    """Whether `auto` takes native: wherever it can run and is not slower than the dense MLP."""
     # A processor beside another device has no say in what that one runs.
     if x.device.type != "cpu" or not len(x):
         return False
@@ -67,7 +67,7 @@ def supports(mlp: ToMoEMLP, x: Tensor) -> bool:
 
 
 def fastest_algorithm(tokens: int, size: int, dtype: torch.dtype) -> Algorithm | None:
-    """Which algorithm was the fastest on such a processor; None if the dense MLP was."""
+    """Return the algorithm that was fastest on this kind of processor; None if the dense MLP was."""
     if dtype != torch.bfloat16 or not PROCESSOR.get("amx_bf16") or tokens < MATRIX_TOKENS:
         return Algorithm.ROWS
     # PyTorch multiplies matrices by the units, too, so row after row is slower than all neurons.
@@ -84,14 +84,14 @@ def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
 
 
 def obstacle(mlp: ToMoEMLP, x: Tensor) -> str | None:
-    """What a user could change, so that the kernel ran this on a CPU; None if there is nothing."""
+    """Say what a user could change so that the kernel runs this on a CPU; None if nothing."""
     if learns(x, mlp.parameters()) or not len(x):
         return None
     return obstacle_of(SOURCE, kernel() is not None, x, mlp.up_proj)
 
 
 def obstacle_of(source: Path, works: bool, x: Tensor, weight: Tensor) -> str | None:
-    """What keeps a compiled kernel, which works or does not, from this input and weight; None if nothing does."""
+    """Say what keeps a compiled kernel, working or not, from this input and weight; None if nothing does."""
     if not works:
         return why_missing(source) or "on this machine the kernel computes something else than PyTorch"
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
@@ -103,12 +103,12 @@ def obstacle_of(source: Path, works: bool, x: Tensor, weight: Tensor) -> str | N
 # Evaluated once while compiling, because what it does would break the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def working_kind(mlp: ToMoEMLP) -> int | None:
-    """The number of the MLP's activation, or None if the kernel does not know it or could not be compiled."""
+    """Return the number of the MLP's activation; None if the kernel does not support it or did not compile."""
     return None if kernel() is None else activation_kind(mlp)
 
 
 def activation_kind(mlp: ToMoEMLP) -> int | None:
-    """Which of ACTIVATIONS the MLP uses, judged by what it computes; None if it is another one, or has parameters."""
+    """Return which of ACTIVATIONS the MLP uses, judged by its outputs; None for another one, or with parameters."""
     return keep(mlp._cache, "activation", mlp.activation, lambda: _recognized(mlp.activation))
 
 
@@ -121,7 +121,7 @@ def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
 
 
 def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, algorithm: Algorithm | None = None) -> Tensor:
-    """All experts in one call of the compiled kernel, the fastest algorithm if none is given; `masked` if it cannot run this."""
+    """Run all experts in one kernel call, with the fastest algorithm if none is given; `masked` if unsupported."""
     kind = working_kind(mlp) if len(x) and fits(mlp, x) else None
     if kind is None:
         return run_masked(mlp, x, expert_ids)
@@ -145,7 +145,7 @@ def run_experts(
     fine: bool,
     algorithm: int,
 ) -> Float[Tensor, "T D"]:
-    """Run the kernel on a chunk of the tokens at a time. Raises RuntimeError if it could not be compiled."""
+    """Run the kernel on chunks of the tokens. Raises RuntimeError if it could not be compiled."""
     run = kernel()
     if run is None:
         raise RuntimeError(
@@ -181,7 +181,7 @@ _members = WeakTensorKeyDictionary()
 
 
 def _members_of(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
-    """The number of each neuron, kept for a tensor until its numbers change."""
+    """Return the encoded membership of each neuron, cached until the tensor changes."""
     kept = _members.setdefault(expert_rows, {})
     return cast(Tensor, keep(kept, f"{union} {fine}", expert_rows, lambda: membership(expert_rows, union, fine)))
 
@@ -191,7 +191,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool, i
 
 @cache
 def kernel() -> Kernel | None:
-    """The compiled function; None if it cannot be compiled or computes something else than PyTorch on this machine."""
+    """The compiled function; None if it does not compile or disagrees with PyTorch on this machine."""
     library = load(SOURCE)
     if library is None:
         return None
@@ -210,7 +210,7 @@ MATRIX_UNITS = 2  # what the compiled `tomoe_tiles` returns where matrix units m
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_matrix_units() -> bool:
-    """Whether the kernel multiplies tiles by the processor's matrix units, and right."""
+    """Whether the kernel multiplies tiles by the processor's matrix units, with correct results."""
     return kernel() is not None and _tiles() == MATRIX_UNITS
 
 
@@ -255,12 +255,12 @@ def _typed(library: ctypes.CDLL) -> Kernel:
 
 
 def trial(rows: int, size: int, seed: int) -> Float[Tensor, "rows size"]:
-    """Numbers to try a kernel with."""
+    """Return deterministic numbers to test a kernel with."""
     return torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size)
 
 
 def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, algorithm: Algorithm) -> bool:
-    """Compare what the compiler made of the source with PyTorch: 37 tokens of 70 or 96 dims, 40 neurons in three experts."""
+    """Compare the compiled kernel with PyTorch: 37 tokens of 70 or 96 dims, 40 neurons in three experts."""
     tokens, size, union = 37, 70 if algorithm == Algorithm.ROWS else 96, 40
     x, gate, up, down = (
         trial(rows, size, seed).to(dtype) for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))

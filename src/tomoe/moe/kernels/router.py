@@ -1,4 +1,4 @@
-"""Routers: their logits, and the experts with the largest of them. On the CPU a kernel computes them."""
+"""Routers: their logits and the experts with the largest ones, on the CPU in a kernel."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MATRIX_TOKENS = 16
 
 # What torch.compile traces has no shapes in its signature: x is [T, D], what it returns [T, N].
 def supports_native(router: Router, x: Tensor) -> bool:
-    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor."""
+    """Whether the kernel can compute the logits and was faster than PyTorch on this kind of processor."""
     if torch.compiler.is_compiling() or not _fits(router, x):
         return False
     return fastest_algorithm(len(x), x.shape[1], x.dtype) is not None and multiplier() is not None
 
 
 def native_logits(router: Router, x: Tensor) -> Tensor:
-    """The router's logits by the kernel, with sums in float32.
+    """Compute the router's logits in the kernel, with float32 sums.
 
     Weights that are bfloat16 values, as all that tomoe writes are, meet tokens in bfloat16 as such: each product is exact.
     """
@@ -40,19 +40,19 @@ def native_logits(router: Router, x: Tensor) -> Tensor:
 
 
 def supports_precise(router: Router, x: Tensor) -> bool:
-    """Whether this is on a GPU, whose products may be set to round."""
+    """Whether this is on a GPU, where matrix products may be configured to round."""
     return not torch.compiler.is_compiling() and x.device.type != "cpu"
 
 
 def precise_logits(router: Router, x: Tensor) -> Tensor:
-    """The router's logits by PyTorch, with no factor rounded."""
+    """Compute the router's logits in PyTorch without rounding a factor."""
     with exact_products(router, x.dtype):
         return BACKENDS["router logits"]["pytorch"].run(router, x)
 
 
 @contextmanager
 def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block products of float32 on a GPU take its matrix units (TF32) only where that rounds no factor."""
+    """Inside the block, float32 matrix products on a GPU use TF32 only where that rounds no factor."""
     settings: Any = torch.backends.cuda.matmul
     before = settings.fp32_precision
     # TF32 holds tokens of 16 bits, and bfloat16 values
@@ -65,8 +65,8 @@ def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
 
 
 def holds_bfloat16(router: Router) -> bool:
-    """Whether all weights are bfloat16 values; looked up again when they were replaced or written to, because a GPU would have
-    to be waited for. What is written through `.data` goes unseen: at worst TF32 rounds factors."""
+    """Whether all weights are bfloat16 values; checked again when they were replaced or written to, because a GPU would have to
+    be waited for. Writes through `.data` go unseen: at worst TF32 rounds factors."""
     weight = router.weight
     version = None if weight.is_inference() else weight._version
     exact = lambda: torch.equal(weight, weight.bfloat16().to(weight.dtype))  # noqa: E731
@@ -74,7 +74,7 @@ def holds_bfloat16(router: Router) -> bool:
 
 
 def fastest_algorithm(tokens: int, size: int, dtype: torch.dtype) -> Algorithm | None:
-    """Which algorithm was the fastest on such a processor; None if PyTorch's product was, or no other was measured there."""
+    """Return the algorithm that was fastest on this kind of processor; None if PyTorch was, or none was measured."""
     if PROCESSOR.get("amx_bf16"):
         fits = dtype == torch.bfloat16 and tokens >= MATRIX_TOKENS and size % MATRIX_DIMS == 0
         return Algorithm.MATRIX if fits and has_matrix_units() else None
@@ -82,7 +82,7 @@ def fastest_algorithm(tokens: int, size: int, dtype: torch.dtype) -> Algorithm |
 
 
 def _fits(router: Router, x: Tensor) -> bool:
-    """Whether this is on a CPU, in dtypes that the kernel knows, without gradients."""
+    """Whether this is on a CPU, in dtypes that the kernel supports, without gradients."""
     parameters = [p for p in (router.weight, router.bias) if p is not None]
     if x.device.type != "cpu" or x.dtype not in DTYPES or x.dim() != 2:
         return False
@@ -100,7 +100,7 @@ def finds_largest(logits: Tensor, top_k: int) -> bool:
 
 
 def largest(logits: Tensor, top_k: int) -> Tensor:
-    """The experts with the largest logits of each token, in any order; PyTorch's where logits are equal at the border."""
+    """Return the experts with the largest logits of each token, in any order; PyTorch's if logits tie at the border."""
     find, logits = finder(), logits.contiguous()
     ids = torch.empty(len(logits), top_k, dtype=torch.long)
     if find and not find(logits.data_ptr(), *logits.shape, top_k, ids.data_ptr()):
@@ -110,7 +110,7 @@ def largest(logits: Tensor, top_k: int) -> Tensor:
 
 @cache
 def finder() -> Callable[..., int] | None:
-    """The compiled search for the largest logits, if the kernel could be compiled and computes what PyTorch computes."""
+    """The compiled search for the largest logits; None if it does not compile or disagrees with PyTorch."""
     library = load(SOURCE) if kernel() else None
     return None if library is None else function(library, "tomoe_largest", [POINTER, INT64, INT32, INT32, POINTER])
 

@@ -61,7 +61,7 @@ class LayerRepair:
     output: Refit | None = None
 
     def note(self, ridge: float) -> str:
-        """What a user should know of it: which matrices took more than this ridge."""
+        """Say which matrices took more than this ridge."""
         return "; ".join(
             f"{of}its Gram matrix is not positive definite with a ridge of {ridge:g}, taking {fit.ridge:g}"
             for of, fit in (("its output projection: ", self.output), ("", self.down))
@@ -70,13 +70,13 @@ class LayerRepair:
 
 
 class _Repairing:
-    """The refit of one layer after the other on both streams of hidden states."""
+    """Refits one layer after the other on both streams of hidden states."""
 
     def __init__(self, streams: Streams, settings: RepairSettings):
         self.streams, self.settings, self.share = streams, settings, STREAM_SHARE[settings.target]
 
     def _fit(self, part: Linear, size: int, take: Callable[[slice, Equations], None]) -> Refit:
-        """Refit one projection: `take` gives the equations what a chunk of tokens says."""
+        """Refit one projection; `take` adds a chunk of tokens to the equations."""
         sums = self._equations(size)
         for chunk in self.streams.chunks:
             take(chunk, sums)
@@ -86,7 +86,7 @@ class _Repairing:
         return refit(part.weight.detach(), sums, self.settings.ridge, self.settings.rank)
 
     def _equations(self, size: int) -> Equations:
-        """For a matrix of `size` inputs."""
+        """Make the equations for a matrix of `size` inputs."""
         streams = self.streams
         hidden, tokens = streams.shape.hidden_size, int(streams.real.sum())
         if keeps_tokens(tokens, size, self.settings.rank):
@@ -94,7 +94,7 @@ class _Repairing:
         return NormalEquations(size, hidden, streams.device)
 
     def _add_attention(self, i: int, chunk: slice, sums: Equations) -> None:
-        """Gap of the attention: to its dense self on the same input, or of the stream behind it."""
+        """Add the gap of the attention: to its dense output on the same input, or of the stream after it."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
         x_tD = real(streams.converted[chunk].to(streams.device)).float()
@@ -109,8 +109,8 @@ class _Repairing:
         sums.add(real(ours["o"]), gap_tD, x_tD)
 
     def _add_mlp(self, i: int, output: Refit | None, chunk: slice, sums: Equations | None) -> None:
-        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on; without `sums`
-        they go through a layer that is finished."""
+        """Add the gap of the MLP: what the masks removed, or of the stream after the layer. Both streams advance; without `sums`
+        the layer is finished."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
         gain = streams.gain(i)
@@ -135,7 +135,7 @@ class _Repairing:
 
     @torch.no_grad()
     def layer(self, i: int, finished: LayerRepair | None) -> LayerRepair:
-        """Refit layer i, unless it is `finished`, and take both streams behind it."""
+        """Refit layer i, unless it is `finished`, and advance both streams through it."""
         streams = self.streams
         with held(streams.layers[i]):
             made = finished or self._refit(i)
