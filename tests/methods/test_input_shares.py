@@ -84,8 +84,8 @@ def test_no_projection_is_starved() -> None:
         assert point.active == pytest.approx(used / total)
         least = min(point.inputs["up"]) / WIDTH
         # a point between two steps has a part of the next one, and no level is lower than the floor was before it
-        assert least >= inputs.FLOOR * point.active - 1e-9
+        assert least >= inputs.MIN_SHARE * point.active - 1e-9
         if point.active > 0.2 and min(point.inputs["up"][1:]) < WIDTH:
-            assert least < inputs.FLOOR * point.active + 0.05, "it gives what it may"
+            assert least < inputs.MIN_SHARE * point.active + 0.05, "it gives what it may"
     for before, after in itertools.pairwise(path):
         assert all(a <= b for a, b in zip(after.inputs["up"], before.inputs["up"], strict=True))

@@ -1,4 +1,4 @@
-"""Evaluate models on the same text: the dense one first, as the reference of the others."""
+"""Evaluate models on the same text; the first, dense one is the reference of the others."""
 
 from __future__ import annotations
 
@@ -113,9 +113,8 @@ def _check_arguments(
 
 
 def settings_to_measure(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
-    """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`; if the only
-    model has fine-grained experts, the dense model that its plan names comes first. Raises UserError for other models without
-    them."""
+    """Return the models to measure, in order, once per number of experts nearest to one of `active`; if the only model has
+    fine-grained experts, the dense model that its plan names comes first. Raises UserError for models without them."""
     if not active:
         return [(name, None) for name in models]
     first, *others = models
@@ -131,8 +130,8 @@ def settings_to_measure(models: Sequence[str], active: Sequence[float]) -> list[
 
 
 def save_active_curves(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Row]) -> list[Path]:
-    """Keep rows of several numbers of experts, one for each of `settings`, in the folders that they were measured of
-    (active.json), unless the reference is no dense model. Returns the files. Raises UserError if one cannot be written."""
+    """Save rows of several numbers of experts, one for each of `settings`, in the measured folders (active.json), unless the
+    reference is not a dense model. Returns the files. Raises UserError if one cannot be written."""
     if rows[0].usage is not None:
         return []
     by_folder: dict[str, list[Row]] = {}
@@ -153,7 +152,7 @@ def _loaded(
     offload: bool,
     given: Mapping[str, PreTrainedModel],
 ) -> Iterator[PreTrainedModel]:
-    """Load each model when it is asked for, once for all of its points, unless it is given."""
+    """Load each model when needed, once for all of its settings, unless it is given."""
     for name, points in itertools.groupby(settings, key=lambda setting: setting[0]):
         model = given.get(name) or load_model(name, dtype, device, offload)
         for _, point in points:
@@ -164,12 +163,12 @@ def _loaded(
 
 
 def _label(i: int, model: str | Path | PreTrainedModel) -> str:
-    """What a table calls a model."""
+    """Name a model for a table."""
     return f"model {i + 1} ({type(model).__name__})" if isinstance(model, PreTrainedModel) else str(model)
 
 
 def _dense_of(folder: str) -> str:
-    """The dense model that a converted folder was made from. Raises UserError if it is not known or not found."""
+    """Return the dense model of a converted folder. Raises UserError if it is not known or not found."""
     name = ""
     if (Path(folder) / "plan.json").is_file():
         name = str(read_plan(Path(folder)).recipe.get("model", ""))
@@ -189,7 +188,7 @@ def _evaluation_text(
     given: Mapping[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EvaluationText:
-    """The text as the first model reads it, and as all others that are named do."""
+    """Tokenize the text as the first model does, and as all other named models do."""
     models = list(dict.fromkeys(name for name, _ in settings))
     if isinstance(text, Tensor):
         sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))
@@ -219,8 +218,8 @@ READ_AGAIN = 4096  # tokens of the text that each tokenizer divides anew
 
 
 def check_readers(names: Sequence[str], text: EvaluationText) -> None:
-    """Raises UserError if the tokenizer of a model has other words for the tokens of the text than the one that made them.
-    A Note warns of one that would divide the text otherwise, or that cannot be loaded."""
+    """Raise UserError if a model's tokenizer has other words for the text's tokens than the one that made them. A Note warns if
+    it would split the text differently, or cannot be loaded."""
     others = [name for name in dict.fromkeys(names) if name != text.reader]
     if not text.reader or not others:
         return

@@ -1,4 +1,4 @@
-"""Tells before anything runs whether a conversion fits the method and this machine, and what would help."""
+"""Tells, before anything runs, whether a conversion fits the method and this machine, and what would help."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Diagnosis:
 
 
 def examine(recipe: Recipe) -> Diagnosis:
-    """Count what converting `recipe.model` needs, from its config.json alone. Raises UserError if the model or the budget
-    does not fit ToMoE, or if the model would not load."""
+    """Estimate what converting `recipe.model` needs, from its config.json alone. Raises UserError if the model or the budget is
+    unsupported, or if the model would not load."""
     check_loading(recipe.model)
     method, recipe = resolve_method(recipe)
     sizes = sizes_of(load_config(recipe.model), recipe)
@@ -82,7 +82,7 @@ def examine(recipe: Recipe) -> Diagnosis:
 
 
 def _one_expert(sizes: Sizes, layout: Layout | None, active: float, routers: int) -> float:
-    """The active share if a token uses one expert: the shared part with it, or as planned if it uses one anyway."""
+    """Return the active share with one expert per token: with the shared part, or as planned if that uses one anyway."""
     if not isinstance(layout, FineLayout):
         return active
     cut = sizes.shape.mlp_size - layout.shared - layout.expert_size
@@ -100,7 +100,7 @@ def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
 
 
 def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_experts: int) -> dict[str, int]:
-    """Bytes that each kind of work takes, about; fine-tuning with one sequence a step."""
+    """Estimate the bytes of each kind of work; fine-tuning with one sequence per step."""
     found = {"conversion": max(need.total for need in least)}
     try:
         paper = Recipe.load("paper", [f"model={recipe.model}", f"active={recipe.active}", f"device={recipe.device}"])

@@ -24,7 +24,8 @@ CONFIG_FILES = (ADAPTER, "config.json", "generation_config.json", "model.safeten
 
 
 def download_model(repo: str) -> Path:
-    """Return the cached folder of a model on the hub: its configs and the safetensors files that transformers would read."""
+    """Return the cached folder of a model on the hub: its configs and the safetensors files that transformers would read. Raises
+    UserError if the repository holds an adapter, and whatever huggingface_hub raises."""
     folder: Path | None = None
     for name in CONFIG_FILES:
         # all files of one state of the repository, whose name the folder bears

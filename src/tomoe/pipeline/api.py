@@ -156,7 +156,7 @@ def save(
 
 
 def _made(method: Method | type[Method], settings: Mapping[str, Any]) -> Method:
-    """Raises UserError for settings of an object, which has its own."""
+    """Raise UserError for settings of an object, which has its own."""
     if isinstance(method, type):
         return method(**settings)
     if settings:
@@ -171,5 +171,5 @@ def _name(model: Model) -> str:
 
 
 def _dense(model: Model, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model, loaded if it is a name, in `dtype` or in bfloat16."""
+    """Return the model, loaded if it is a name, in `dtype` or in bfloat16."""
     return model if isinstance(model, PreTrainedModel) else load_dense(str(model), dtype or torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`convert`: dense model and text -> method -> plan -> repair -> fold -> check. What a step does stands in `steps`."""
+"""`convert`: dense model and text -> method -> plan -> repair -> fold -> check. `steps` has the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report says of each kind of plan: `words_of` has an object for each."""
+"""The report's words for each kind of plan: `words_of` returns an object for each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 
 
 class FormWords(ABC):
-    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; used: what stands
-    in a layer, in a word or two; fitted: what text decides; measured: of what the figure of the layers shows shares; titles: of
+    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; used: the contents of
+    a layer, in a word or two; fitted: what text decides; measured: what the figure of the layers shows shares of; titles: of
     columns of `plan.describe()`."""
 
     drawing: ClassVar[str]
@@ -27,18 +27,18 @@ class FormWords(ABC):
 
     @abstractmethod
     def experts(self, plan: Any) -> str:
-        """What stands in a layer and how much of it a token uses, for the summary."""
+        """Describe a layer and how much of it a token uses, for the summary."""
 
     @abstractmethod
     def card(self, plan: Any, adjustable: bool) -> str:
-        """The same for the card, where the sentence begins with "in every layer"; adjustable: other numbers can be asked for."""
+        """Describe the same for the card, continuing "in every layer"; adjustable: whether other numbers can be asked for."""
 
     def bars(self, plan: Any) -> dict[str, list[float]]:
-        """For each layer, parts of the MLP that lie within each other, as shares of its neurons; the whole first."""
+        """Return, per layer, nested parts of the MLP as shares of its neurons, the largest first."""
         return {}
 
     def lines(self, plan: Any) -> dict[str, list[float]]:
-        """For each layer, shares of a token of all else: of the dims of a head, where attention is cut."""
+        """Return, per layer, a token's shares of everything else: of the dims of a head, where attention is pruned."""
         whole = plan.shape.head_dim
         cut = {name: [widths[column] for widths in plan.widths()] for column, name in enumerate(DIMS.values(), 1)}
         return {name: [n / whole for n in dims] for name, dims in cut.items() if min(dims) < whole}
@@ -187,11 +187,11 @@ WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWo
 
 
 def words_of(plan: AnyPlan) -> FormWords:
-    """The words for a plan."""
+    """Return the words for a plan."""
     return StaticWords() if isinstance(plan, Plan) and plan.is_static else WORDS[plan.form]
 
 
 def span(numbers: Sequence[int]) -> str:
-    """The smallest and the largest, or one number if they are the same."""
+    """Format the smallest and the largest, or one number if they are equal."""
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -1,4 +1,4 @@
-"""A converted model with everything in place of what tokens choose, by the same kernel.
+"""A converted model with everything active, on the backend that runs what its tokens choose.
 
 Beside the dense model it shows what the kernel gives, beside the model as it is what the choice gives.
 """
@@ -20,7 +20,7 @@ Changes = Sequence[tuple[Any, str, Any]]
 
 
 def backends_of(model: Any, tokens: int) -> str:
-    """Names of the ways in which a converted model runs what so many tokens at once choose; "-" for any other model."""
+    """Name the backends on which a converted model runs what this many tokens choose; "-" for other models."""
     if not hasattr(model.config, "tomoe_expert_backend"):
         return "-"
     with torch.no_grad():
@@ -45,8 +45,8 @@ def _like(model: Any, tokens: int, width: int) -> torch.Tensor:
 
 
 def run_everything(model: Any, backend: str) -> Changes | None:
-    """What to set (`set_to`), so that the model runs all experts, or all inputs, in the backend that `ways` names; None if tokens
-    choose nothing, or not all layers run in one backend."""
+    """Return what to set (`set_to`) so that the model runs all experts, or all inputs, on this backend (`backends_of`); None if
+    tokens choose nothing, or the layers use several."""
     if choices_of(model):
         return None if backend == ALL_INPUTS else [(model.config, "tomoe_active", 1.0)]
     if backend not in BACKENDS["experts"]:

@@ -55,7 +55,8 @@ def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
 
 
 class Mixtral(StockArch):
-    """Overlapping experts of one width in all layers. Shared neurons are copied, narrow experts are padded with zeros."""
+    """Overlapping experts of one width in all layers. Shared neurons are copied, narrow experts are padded with zeros. A token
+    uses one expert with the weight 1: the stock router normalizes the weights of the chosen ones."""
 
     other_form = "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
     how_well = "exactly"
@@ -139,8 +140,7 @@ LFM2_MOE = FineGrained(
 
 
 def granite(name: str, config_class: Any, kind: str) -> FineGrained:
-    """Config values of Granite: the family's multipliers. Experts are chosen by logits, so Softmax's bounds hold without
-    rounding."""
+    """Row of a Granite class. Multipliers are the family's. Experts are chosen by unrounded logits, so Softmax's bounds hold."""
     return FineGrained(
         name=name,
         config_class=config_class,

@@ -30,7 +30,7 @@ def carve_(
     seed: int,
     progress: StageCallback = no_stage_progress,
 ) -> None:
-    """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
+    """Initialize `net` to a carved start: its noise-free plan meets the active fraction `active`; sampling does on average.
 
     Padding (mask False) does not count. `units_of_layers` divides what attention leaves of the budget among the MLPs.
     """

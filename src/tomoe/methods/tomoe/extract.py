@@ -50,7 +50,7 @@ def extract_plan(
 
 
 class Extraction:
-    """What one mask network holds, without noise, and the plan that it gives."""
+    """One mask network without noise, and the plan extracted from it."""
 
     def __init__(self, net: AnyNetwork):
         self.shape: ModelShape = net.shape
@@ -86,7 +86,7 @@ class Extraction:
             routers = found
 
     def _plan(self, active: float, tolerance: float, routers: int) -> Plan:
-        """The plan for which so many parameters of routers leave room."""
+        """Make the plan for which this many router parameters leave room."""
         s = self.shape
         attention = self.attention
         of_attention = [[] if attention is None else attention.sites(i) for i in range(s.num_layers)]

@@ -1,4 +1,4 @@
-"""What the networks of both forms of experts, `overlapping` and `fine_grained`, have in common."""
+"""What the networks of both forms of experts, `overlapping` and `fine_grained`, share."""
 
 from __future__ import annotations
 
@@ -43,13 +43,12 @@ class MaskNetwork(nn.Module):
         self.attention = None
 
     def counted_routers(self, value_routers: bool = True) -> int:
-        """Weights of the routers of all layers, as far as the budget counts them; with `value_routers` those of V/O dims, too, if
-        tokens choose these."""
+        """Weights of all routers that the budget counts; with `value_routers` those of V/O dims, too, if tokens choose these."""
         if not self.layout.counts_routers:
             return 0
         embedding = self.attention.token_embedding_size if value_routers and self.attention is not None else 0
         return self.shape.num_layers * router_params(self.shape, self.layout.num_experts, embedding)
 
     def embeddings(self) -> Float[Tensor, "sites N E"] | None:
-        """The embedding of every expert at the attention (even rows) and the MLP (odd rows) of every layer."""
+        """Return the embedding of every expert at the attention (even rows) and the MLP (odd rows) of every layer."""
         return None if self.hypernetwork is None else self.hypernetwork()

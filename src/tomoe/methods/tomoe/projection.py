@@ -1,4 +1,4 @@
-"""Embeddings of experts, mask logits from them, and the logits that a carved start begins with."""
+"""Embeddings of experts, mask logits computed from them, and the logits of a carved start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Projection(nn.Module):
         return self.linear(F.gelu(self.norm(embedding))) + self.start
 
     def initialize_(self, start: Float[Tensor, "*n size"]) -> None:
-        """Set the start; the learned difference to it is zero, so that step 0 is the carved plan itself."""
+        """Set the start and a learned difference of zero, so that step 0 is the carved plan itself."""
         self.start.copy_(start)
         self.linear.weight.zero_()
 

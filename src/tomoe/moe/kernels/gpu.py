@@ -113,10 +113,9 @@ def few(
 
 
 def run_grouped(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """Sort tokens by expert and run all experts in one grouped matrix product; the host waits for no counts. `masked` for
-    overlapping experts or sizes that do not fit, and in float64.
+    """Sort tokens by expert and run all experts in one grouped matrix product; the host waits for no counts.
 
-    `masked` where experts overlap or their sizes do not suit the product, and in float64.
+    `masked` for overlapping experts or sizes that do not fit, and in float64.
     """
     if not (len(x) and _divides(mlp)) or x.dtype == torch.float64:
         return run_masked(mlp, x, expert_ids)

@@ -140,7 +140,8 @@ SCHEMA = "(Tensor x, Tensor norms, Tensor weight, Tensor? bias, int count) -> Te
 
 @torch.library.custom_op("tomoe::inputs", mutates_args=(), schema=SCHEMA)
 def inputs(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """The kernel as a PyTorch operator, for graphs; weight [n, D], read by columns, which are contiguous in memory."""
+    """The kernel as a PyTorch operator, for graphs; weight [n, D], read by columns, which are contiguous in memory. Raises
+    RuntimeError if it could not be compiled."""
     columns, found = weight.t(), kernel()
     if columns.stride(1) != 1:
         return F.linear(chosen_inputs(x, norms, count), weight, bias)

@@ -49,7 +49,7 @@ class OverlappingLayout:
     """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
     counts_routers: bool = True
     """Whether the budget counts routers (`Recipe.counts_routers`)."""
-    allows_dense: ClassVar[bool] = True  # whether a layer stays whole that the lowest total error would leave whole
+    allows_dense: ClassVar[bool] = True  # whether a layer is dense if the allocation gives it every expert
 
     @property
     def uniform(self) -> bool:
@@ -75,9 +75,9 @@ class FineLayout:
     shared: int
     top_k: int  # experts of a token if layers use equally many
     uniform: bool = False  # whether they must
-    dense_layers: int = 0  # if they must: so many of the first layers use all experts instead
+    dense_layers: int = 0  # if they must: this many of the first layers use all experts
     router_bias: bool = True  # whether routers have biases
-    allows_dense: bool = True  # whether a layer stays whole that the lowest total error would leave whole
+    allows_dense: bool = True  # whether a layer is dense if the allocation gives it every expert
     counts_routers: ClassVar[bool] = True
 
     @property
