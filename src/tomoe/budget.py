@@ -41,7 +41,7 @@ def layer_params(shape: ModelShape, width: Any, qk_dims: Any, value_dims: Any) -
 def router_params(shape: ModelShape, num_experts: int, value_embedding: int = 0) -> int:
     """Count the router weights of a layer: a row for each expert, and two matrices if tokens choose their V/O dims.
 
-    `value_embedding` is the size of an embedding between these (0: none). One expert is no choice, and its row decides nothing.
+    `value_embedding` is the size of an embedding between these (0: none). A single expert's row is unused.
     """
     rows = num_experts if num_experts > 1 else 0
     return shape.hidden_size * rows + value_embedding * (shape.hidden_size + shape.head_dim)

@@ -35,8 +35,8 @@ class UserError(ValueError):
     def told(self, name: Callable[[Advice], str | None] = str) -> str:
         """Return the complete sentence, with settings named by `name`; those for which it returns None are dropped."""
         found = ((one, name(one)) if isinstance(one, Advice) else (None, one) for one in self.advice)
-        ways = [f"use {named} {one.purpose}" if one else named for one, named in found if named]
-        return "; ".join(filter(None, (self.wrong, ", or ".join(ways))))
+        fixes = [f"use {named} {one.purpose}" if one else named for one, named in found if named]
+        return "; ".join(filter(None, (self.wrong, ", or ".join(fixes))))
 
     def __str__(self) -> str:
         return self.told()

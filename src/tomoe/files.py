@@ -26,7 +26,7 @@ from tomoe.errors import UserError, shortened
 T = TypeVar("T")
 SUMS = "SHA256SUMS"  # in the format that `sha256sum -c` reads
 _MAX_TEXT = 2**26  # bytes of a file of text; parsed it takes several times that
-# the card of a folder, the one file of ours that people edit; ours has its place where theirs stays
+# the card of a folder, the one generated file that people edit; beside an edited one the new card goes here
 CARD, CARD_BESIDE = "README.md", "README.tomoe.md"
 _FIRST = ("plan.json", "export.json")  # what `folders.is_ours` knows a folder by
 

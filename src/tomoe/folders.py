@@ -95,11 +95,11 @@ def refuse_foreign_files(folder: Path, force: bool, names: Sequence[str]) -> Non
     visible = [path for path in folder.iterdir() if not path.name.startswith(".") and _has_files(path)]
     # a run comes before the model that becomes of it
     found = sorted(path.name for path in visible if not (path.name == "run" and is_ours(path)))
-    in_the_way = sorted({path.relative_to(folder).parts[0] for name in names for path in folder.glob(name)} & {*found})
-    if in_the_way:
-        kind = "a model" if "config.json" in in_the_way else "files"
+    overwritten = sorted({path.relative_to(folder).parts[0] for name in names for path in folder.glob(name)} & {*found})
+    if overwritten:
+        kind = "a model" if "config.json" in overwritten else "files"
         raise UserError(
-            f"{folder} already holds {kind} that tomoe did not write and would overwrite ({listed(in_the_way)}); choose "
+            f"{folder} already holds {kind} that tomoe did not write and would overwrite ({listed(overwritten)}); choose "
             "another folder"
         )
     if found and not force:

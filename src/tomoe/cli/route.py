@@ -18,7 +18,7 @@ from tomoe.files import basename, read_text
 if TYPE_CHECKING:
     from tomoe.evaluation import routing_trace
 
-ENOUGH = 100  # tokens from which on the shares of experts say something
+ENOUGH = 100  # tokens that make the shares of experts meaningful
 # fine-grained experts that the line on a layer names
 STRONGEST = 6
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -61,7 +61,7 @@ def route(
         typer.echo(f"The page is {page}.")
         return
     console = output()
-    # sixteen colors are too few: some of ours would fall together
+    # sixteen colors are too few: some experts would look alike
     colored = not plain and console.color_system in ("256", "truecolor") and not console.no_color
     for i in range(last + 1) if layer is None else [layer]:
         show_layer(console, trace, i, colored)

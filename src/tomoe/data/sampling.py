@@ -44,7 +44,7 @@ def sample_documents(
     """Sample documents of at least `tokens` tokens in total from the model at temperature 1.
 
     A document begins as the tokenizer begins a text, then comes one token drawn uniformly from the ordinary vocabulary; the
-    model writes the rest. Rows of `length` tokens are decoded side by side, one document after another in each; `progress`
+    model samples the rest. Rows of `length` tokens are decoded side by side, one document after another in each; `progress`
     counts tokens. Same model, seed and machine: same tokens, however many ranks divide the rounds among them. Raises
     UserError if the model's logits are not finite.
     """

@@ -1,8 +1,8 @@
 """The targets of an export, and which of them can represent a model.
 
 `target` is a key of the recipe and aims the conversion: it says what the experts must be like to fit a form. `--format` says
-which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` is no form, but
-asks for one: of a converted model, for the first stock class that holds it, else `hf` (`choose`); before the conversion, when
+which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` asks
+for one: of a converted model, for the first stock class that holds it, else `hf` (`choose`); before the conversion, when
 there are no experts to judge by, for the class of the dense model's own family, else for no aim (`of_family`).
 """
 

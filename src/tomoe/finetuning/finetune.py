@@ -154,7 +154,7 @@ def finetune(
     resume: continue an interrupted run there, to the same bytes. force: replace a model that is there. on_progress: called
     as (stage, done, total, loss terms). Returns the plan of the result: the same neurons, with the routers as they are now.
 
-    Raises UserError, in one sentence, for whatever the user can mend; what was written before stays.
+    Raises UserError, in one sentence, for whatever the user can fix; what was written before stays.
     """
     if not isinstance(recipe, FinetuneRecipe):
         raise UserError(

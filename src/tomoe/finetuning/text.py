@@ -1,6 +1,6 @@
 """The text of fine-tuning: text that the conversion was not fitted to comes first.
 
-A repair fits its text closely: SmolLM2-135M at 50 %, repaired on 32,768 tokens, has a KL of 0.51 on them and of 1.13 on
+A repair fits its text closely: SmolLM2-135M at 50%, repaired on 32,768 tokens, has a KL of 0.51 on them and of 1.13 on
 others. Gradients on such text have little left to correct, and what they correct is not what other text needs.
 """
 

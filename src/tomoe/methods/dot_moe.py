@@ -105,7 +105,7 @@ def transport_gradient(soft_FC: Float[Tensor, "F C"], grad_FC: Float[Tensor, "F 
     rows_F, columns_C = soft_FC.sum(1), soft_FC.sum(0)
     scaled_FC = soft_FC / rows_F[:, None]
     system_CC = (columns_C.diag() - soft_FC.T @ scaled_FC).double()
-    # one number may be added to all b, and taken from all a: the sum of b is settled as 0
+    # one number may be added to all b, and taken from all a: fix the sum of b at 0
     system_CC += columns_C.mean().double() / len(columns_C)
     wanted_C = weighted_FC.sum(0) - scaled_FC.T @ weighted_FC.sum(1)
     b_C = torch.linalg.solve(system_CC, wanted_C.double()).to(soft_FC.dtype)

@@ -5,7 +5,7 @@ The profile of a neuron is its mean act(gate x) on each sequence. Neurons whose 
 universal neurons of the highest mean, then, where there are too few, others of the lowest variation. Experts: balanced k-means of
 the other profiles. Router: the mean of the gate's rows of an expert, so nothing is fitted.
 
-The budget gives tokens equally many neurons in all layers (but for a few that stay whole), and experts have one size. So the
+The budget gives tokens equally many neurons in all layers (except for a few dense ones), and experts have one size. So the
 shared part of a layer is the one of the layout and the experts that every token uses beside it: right to half an expert, with one
 expert left to choose at least. A target whose routers have no bias cannot mark such experts.
 

@@ -6,7 +6,7 @@ among their best, an expert's worth each, picked again among those that are left
 pairs of a cluster and a neuron the most important first, until each cluster has its expert. This is the authors' "residual" split
 without overlap; their other one lets experts share neurons.
 
-What differs: clusters are by cosine and of any size (the authors keep their sizes within 40 % of equal), of the most important
+What differs: clusters are by cosine and of any size (the authors keep their sizes within 40% of equal), of the most important
 neurons those are shared that matter most in sum where several are picked equally often, and nothing is trained afterwards.
 
 Shapes, and the letters at the ends of names: S tokens of a sequence, D hidden size, F neurons, N experts.

@@ -1,7 +1,7 @@
 """The attention of a dense model, as far as a recipe prunes it: separate projections, RoPE on half-split pairs, known norms.
 
-Only `attention.pruning` other than `off` needs any of this. A conversion that leaves attention whole runs the family's own
-attention and never looks inside.
+Only `attention.pruning` other than `off` needs any of this. A conversion with dense attention runs the family's own
+code for it and never looks inside.
 
 V and O of a key/value head may be turned by any orthogonal matrix R: v R (W_v' = R^T W_v, the bias with it) and the
 output matrices W_o R of all its query heads compute what v and W_o do. Masks of V/O dims then act in the new basis.

@@ -20,7 +20,7 @@ from tomoe.errors import Advice, Note, UserError, is_out_of_memory, shortened
 from tomoe.model import catalog
 from tomoe.model.hub import hub_reason
 
-# Warnings of transformers and accelerate that say what the loader has read from their report, or has settled itself.
+# Warnings of transformers and accelerate that say what the loader has read from their report, or has handled itself.
 HANDLED = (
     "LOAD REPORT",
     "specifies to tie",
@@ -31,7 +31,7 @@ HANDLED = (
     "generation flags are not valid",
 )
 
-# What transformers says of a model that it does not know: the files are whole.
+# What transformers says of a model that it does not know: the files are complete.
 _UNKNOWN = (
     "does not recognize this architecture",
     "Unrecognized configuration class",
@@ -88,7 +88,7 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:
-        # a panic of Rust is no Exception
+        # a panic of Rust is not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = hub_reason(error) if on_hub else None
@@ -115,7 +115,7 @@ def reason(error: BaseException) -> str:
     message = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
     if "trust_remote_code" in message:
         return "it comes with its own code (trust_remote_code), which is not run here"
-    # the messages of others are no sentences for users: a key, a number, half of what went wrong; those of Rust have no type
+    # other messages are not sentences for users: a key, a number, half of what went wrong; those of Rust have no type
     plain = type(error) is Exception or isinstance(
         error, OSError | ValueError | RuntimeError | ImportError | SafetensorError
     )

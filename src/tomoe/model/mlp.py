@@ -2,7 +2,7 @@
 
 All that a conversion needs of a decoder layer is an MLP that computes down(act(gate x) * up x), or down(act(up x)). It is
 found by structure and by the names in one table. Layers without such an MLP (state spaces, convolutions, layers that are
-Mixtures of Experts already) stay whole.
+Mixtures of Experts already) stay dense.
 
 Shapes: T tokens, D hidden size, F neurons of an MLP.
 """

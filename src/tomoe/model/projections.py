@@ -1,7 +1,7 @@
 """The groups of projections of a dense model that read the same input, of which a token can use the largest entries.
 
 They are found by name and then watched: projections count as a group only if every one of them runs once in a forward pass,
-and on the same input as the others. Whatever does not fit stays whole.
+and on the same input as the others. Whatever does not fit stays dense.
 """
 
 from __future__ import annotations

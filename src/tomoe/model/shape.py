@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-ORTHOGONAL = 1e-4  # largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6
+ORTHOGONAL = 1e-4  # largest error of the product of a rotation and its transpose; float32 ones are off by about 1e-6
 
 
 # What a file may claim, whoever wrote it: no model is larger.

@@ -1,6 +1,6 @@
 """Attention of one new token on a CPU in bfloat16, as matrix products over query heads that share keys and values.
 
-PyTorch's own kernel (2.13) takes 3 to 30 times as long for one such query: 1.3 ms a layer after 1,024 tokens of
+PyTorch's own kernel (2.13) takes 3 to 30 times as long for one such query: 1.3 ms per layer after 1,024 tokens of
 Qwen2.5-Coder-0.5B, these products 0.08 ms (one thread of a Zen 5). All else goes through transformers' `sdpa`.
 
 Shapes: B rows, H query heads, G key/value heads, S new tokens, T tokens in the cache, C dims of a head of Q and K, V of values.

@@ -1,6 +1,6 @@
 """A stored model, as a folder or a .gguf file, and how transformers loads it.
 
-transformers reports what it found while it loads; each entry of the report is settled here or refused in one sentence.
+transformers reports what it found while it loads; each entry of the report is handled here or refused in one sentence.
 """
 
 from __future__ import annotations

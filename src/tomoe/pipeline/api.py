@@ -59,7 +59,7 @@ def plan(
         recipe: other keys of the recipe, such as `{"target": "gguf", "experts.num_experts": 16, "seed": 1}`.
         tokenizer: of the model, if it is not found under the model's name.
 
-    Raises UserError for whatever the caller can mend.
+    Raises UserError for whatever the caller can fix.
     """
     name = _name(model)
     keys = {"model": name, "active": active} | dict(recipe or {})

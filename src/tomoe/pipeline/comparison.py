@@ -91,7 +91,7 @@ def compare_methods(
         repairs: whether plans are measured as they are, repaired, or both. Plans without experts are never repaired.
         text: what to evaluate on (default: what the recipe holds out), at most `tokens` tokens of it.
 
-    Returns one `Entry` for the dense model, then one for each measurement. Raises UserError for whatever the user can mend.
+    Returns one `Entry` for the dense model, then one for each measurement. Raises UserError for whatever the user can fix.
     """
     variants = {name: variant(name) for name in methods}
     # all of them are wrong, or right, before anything runs

@@ -32,7 +32,7 @@ def convert(
     """Convert the dense model of the recipe and write the folder `out`; returns its plan.
 
     The run is kept in OUT/run: an interrupted conversion resumes with `resume`, bit by bit. Raises UserError for whatever
-    the user can mend; what was written before stays.
+    the user can fix; what was written before stays.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(

@@ -31,7 +31,7 @@ from tomoe.training.run_folder import RunFolder
 def train(
     recipe: Recipe, out: Path, resume: bool = False, force: bool = False, on_progress: ProgressCallback = no_progress
 ) -> Path:
-    """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
+    """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can fix."""
     method, recipe = resolve_method(located(recipe))
     if not method.trains:
         raise UserError(f"method {method.name} trains nothing", "convert with it", "choose a method that trains")
@@ -99,7 +99,7 @@ def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None
     """Make the MoE from a plan (folder or hub id) and the dense weights it was made for; write the folder and its card.
 
     `model` may be left out if the plan names it; a plan from the hub must not name a folder of this machine. Raises
-    UserError for other weights than the plan's, and for whatever else the user can mend.
+    UserError for other weights than the plan's, and for whatever else the user can fix.
     """
     folder = find_plan(plan)
     loaded = read_plan(folder)

@@ -68,7 +68,7 @@ def _budget(plan: AnyPlan) -> Iterator[Finding]:
 def _attention(plan: Plan) -> Iterator[Finding]:
     dims = plan.shape.head_dim
     for name, column in (("Q/K", 1), ("V/O", 2)):
-        # without dims it was left whole, for no recipe can prune it
+        # without dims it is dense, because no recipe can prune it
         kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if dims and widths[column] <= NARROW * dims}
         if kept:
             least = _least(kept)

@@ -282,7 +282,7 @@ class RunFolder:
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read the logged steps; skips a last line that a kill cut short. Raises UserError if the file is no text, and for
+        """Read the logged steps; skips a last line that a kill cut short. Raises UserError if the file is not text, and for
         any other line that is not one of a step."""
         rows: list[dict[str, Any]] = []
         lines = read_text(self.metrics).splitlines() if self.metrics.exists() else []

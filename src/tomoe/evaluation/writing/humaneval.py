@@ -77,7 +77,7 @@ def runs(program: str) -> bool:
     """Whether a program runs to its end without an error: it has to reach a last line that is added here.
 
     It runs in a process and an empty folder of its own, with limits that keep mistakes from harm: endless loops, memory without
-    end, files that fill the disk. They are no prison: the process can read what its user can read, and reach the network.
+    end, files that fill the disk. They are not a sandbox: the process can read what its user can read, and reach the network.
     """
     word = secrets.token_hex(16)
     command = [sys.executable, "-I", "-S", "-B", "-c", _LIMITED]

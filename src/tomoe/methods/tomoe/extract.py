@@ -94,7 +94,7 @@ class Extraction:
         sites = [site for layer in layers for site in layer]
         whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention is None else 0
         target = round(active * decoder_params(s)) - s.other_params - whole - self.experts.params - routers
-        # carved experts beside whole attention leave nothing to choose
+        # carved experts with dense attention leave nothing to choose
         offset = common_offset(sites, target) if sites else 0.0
         chosen = self.experts.choose(layers, offset, target, round(tolerance * decoder_params(s)))
         planned = tuple(self._layer(i, width, *dims) for i, (width, dims) in enumerate(chosen))

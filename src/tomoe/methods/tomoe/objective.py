@@ -184,7 +184,7 @@ def sampled_masks(
     """Sample the masks of one step.
 
     `seed` decides what all tokens share, `token_seed` (default: the same) what each token chooses. `valid`: which tokens are
-    no padding, which the losses read; None: all.
+    real, for the losses; None: all.
     """
     token_seed = seed if token_seed is None else token_seed
     embeddings = net.embeddings()

@@ -98,7 +98,7 @@ class SampledOverlapping:
 class ExtractedOverlapping:
     """Every expert of a layer keeps the same number of neurons, those with the largest logits."""
 
-    params = 0  # of MLPs whose width is settled already
+    params = 0  # of MLPs whose width is fixed
 
     def __init__(self, net: OverlappingNetwork, neuron_logits: Sequence[Float[Tensor, "N F"]]):
         self.shape, self.layout, self.keep_bias = net.shape, net.layout, net.sampling.keep_bias

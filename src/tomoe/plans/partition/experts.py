@@ -141,7 +141,7 @@ def units_of_layers(
     if layout.uniform:
         return None
     params = [int(mlp_params(shape, width)) for width in layout.widths(shape.mlp_size)]
-    # one more than a whole layer has: then none is left out
+    # one more than a dense layer has: then none is left out
     most = len(params) - 1 if layout.allows_dense else len(params)
     return spread_evenly(allocate(losses, params, left), most)
 
@@ -167,7 +167,7 @@ def plan_fine(
 ) -> Plan:
     """Plan the experts that `make` gives each layer, with the fraction `active` of the decoder parameters.
 
-    `text` are calibration tokens and where they are no padding. Raises UserError if whole experts cannot meet the budget within
+    `text` are calibration tokens and the mask of real ones. Raises UserError if whole experts cannot meet the budget within
     `tolerance` (absolute, a fraction of the decoder parameters).
     """
 

@@ -33,7 +33,7 @@ class RidgeRegression:
         One size in all layers gives the temperature of learning one meaning. The weight holds bfloat16 values, and the bias
         belongs to these: inputs have dims with a large mean, which would turn rounding into a preference for some experts.
         """
-        # without a bias, what all experts of a token have in common is left out instead: it decides nothing
+        # without a bias, what all experts of a token have in common is dropped: it does not affect the choice
         mean = y.mean(0) if self.bias else y.mean(1, keepdim=True)
         weight = torch.cholesky_solve((self.x.T @ (y - mean)).double(), self.factor).T.float()
         scale = 1 / self._deviation(weight).clamp_min(1e-12)

@@ -25,7 +25,7 @@ class Refit:
     """One refitted matrix and what it gained on the calibration tokens."""
 
     weight: Matrix  # float32, in place of the dense one
-    factors: tuple[Float[Tensor, "D r"], Float[Tensor, "r n"]] | None  # their product is the change; None: it is whole
+    factors: tuple[Float[Tensor, "D r"], Float[Tensor, "r n"]] | None  # their product is the change; None: full rank
     error_before: float  # mean over tokens of |gap|^2 / |residual|^2, with the dense matrix
     error_after: float
     ridge: float  # the one that was used

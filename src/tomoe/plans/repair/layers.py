@@ -49,7 +49,7 @@ class RepairSettings:
     """`local`: each part gives what the dense one gives on the same input; `half`: the mean of that and of what brings the
     stream back to the dense model's, errors of earlier layers included."""
     ridge: float = 1e-2  # relative to the mean of diag G; holds the matrix to the dense one
-    rank: int = 0  # rank of the change, 0: whole
+    rank: int = 0  # rank of the change, 0: full
     output: bool = False  # refit the output projections of the attention, too: for plans that prune it
 
 
