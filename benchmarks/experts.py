@@ -1,9 +1,9 @@
-"""One MLP, dense against every way to run its experts, in one process, run after run; ratios are of neighbouring runs.
+"""One MLP, dense against every expert backend, in one process, run after run; ratios are of neighbouring runs.
 
 Overlapping experts are random parts of the neurons, in the order that folding gives them. Tokens are routed as real text
 was (`text`: the shares of eight experts, sorted, mean over the layers of SmolLM2-135M at 50 % active on 512 tokens of
 WikiText-2), or evenly (`uniform`). Fine-grained experts are of equal size; a token uses as many as make the active share of
-the neurons together with the shared ones, some experts more often than others. `rows` and `matrix` are the two ways of `native`.
+the neurons together with the shared ones, some experts more often than others. `rows` and `matrix`: the algorithms of `native`.
 
     python benchmarks/experts.py [--form overlapping] [--experts 64] [--shared 2752] [--active 0.5] [--shape 4096x11008]
         [--dtype float32] [--tokens 1,8,64,1024] [--routing text] [--threads 2] [--rounds 9]
@@ -26,14 +26,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import tomoe.moe.kernels  # noqa: F401  # enters `native` into WAYS
+import tomoe.moe.kernels  # noqa: F401  # registers `native` in BACKENDS
 from tomoe.moe.fold import neuron_order
-from tomoe.moe.kernels.native import Way, run_native
-from tomoe.moe.modeling_tomoe import WAYS, ToMoEMLP, choose_backend
+from tomoe.moe.kernels.native import Algorithm, run_native
+from tomoe.moe.modeling_tomoe import BACKENDS, ToMoEMLP, choose_backend
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-RUN = {name: way.run for name, way in WAYS["experts"].items()}
-RUN |= {way.name.lower(): partial(run_native, way=way) for way in Way}
+RUN = {name: backend.run for name, backend in BACKENDS["experts"].items()}
+RUN |= {algorithm.name.lower(): partial(run_native, algorithm=algorithm) for algorithm in Algorithm}
 RUN["auto"] = lambda mlp, x, expert_ids: RUN[choose_backend(mlp, x)](mlp, x, expert_ids)
 SHARES = {"text": [0.29, 0.205, 0.155, 0.135, 0.11, 0.065, 0.03, 0.01], "uniform": [0.125] * 8}
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--routing", default="text", choices=sorted(SHARES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--backends", default=",".join(["auto", *WAYS["experts"]]))
+    parser.add_argument("--backends", default=",".join(["auto", *BACKENDS["experts"]]))
     parser.add_argument("--clock", default="wall", choices=sorted(CLOCKS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -156,12 +156,12 @@ def main() -> None:
             else:
                 drawn = torch.multinomial(torch.tensor(SHARES[args.routing]), count, True, generator=generator)
                 expert_ids = drawn[:, None]
-            ways = {
+            runs = {
                 name: (partial(dense, x), partial(RUN[name], moe, x, expert_ids)) for name in args.backends.split(",")
             }
-            timed: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+            timed: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
             for done in range(args.rounds + 1):  # the first is warm-up
-                for name, (before, after) in ways.items():
+                for name, (before, after) in runs.items():
                     both = seconds(before, CLOCKS[args.clock]), seconds(after, CLOCKS[args.clock])
                     if done:
                         timed[name].append(both)

@@ -46,12 +46,12 @@ try:
     from tomoe.evaluation.tasks import TaskSet, TaskSpec
     from tomoe.finetuning.finetune import finetune
     from tomoe.memory.estimate import least_memory, sizes_of
-    from tomoe.methods.registry import settled
+    from tomoe.methods.registry import resolve_method
     from tomoe.methods.tomoe.method import new_network
     from tomoe.methods.tomoe.objective import MaskStep
     from tomoe.model.base_weights import BaseWeights
     from tomoe.model.loading import free_on_device, load_config, load_dense, load_tokenizer, pick_device
-    from tomoe.moe.modeling_tomoe import CACHE, WAYS, Router, ToMoEMLP, choose_backend, compute
+    from tomoe.moe.modeling_tomoe import BACKENDS, CACHE, Router, ToMoEMLP, choose_backend, compute
     from tomoe.pipeline.stages import train
     from tomoe.pipeline.steps import open_dense
     from tomoe.plans.partition.routers import RidgeRegression
@@ -253,18 +253,18 @@ def agreement(proof: Proof) -> Iterator[Row]:
                 _, mlp = fine(proof, form, hidden, size, 0.5)
             mlp = mlp.cpu()
             ids, x = routed(mlp, counts[-1]), torch.randn(counts[-1], hidden).bfloat16()
-            exact = WAYS["experts"]["masked"].run(mlp.double(), x.double(), ids)
+            exact = BACKENDS["experts"]["masked"].run(mlp.double(), x.double(), ids)
             for dtype, most in TOLERANCES.items():
                 own: Any = mlp
                 own, on = own.to(proof.device).to(dtype), x.to(proof.device, dtype)
-                for name, way in WAYS["experts"].items():
+                for name, backend in BACKENDS["experts"].items():
                     errors = []
                     for count in counts:
                         if name == "few" and not tries_few(form, dtype, count):
                             continue
                         for width in (hidden, size):
                             proof.poison(count, width, dtype=dtype)
-                        y = way.run(own, on[:count], ids[:count].to(proof.device)).cpu().double()
+                        y = backend.run(own, on[:count], ids[:count].to(proof.device)).cpu().double()
                         error = (y - exact[:count]).abs().max() / exact[:count].abs().max()
                         errors.append(float(error.nan_to_num(torch.inf)))
                     if errors:
@@ -293,7 +293,7 @@ def one_mlp(proof: Proof) -> Iterator[Row]:
                     if tokens >= 64 and form != "fine 256":
                         names.append("grouped")
                     for name in names:
-                        runs[name] = [partial(WAYS["experts"][name].run, moe, x, ids) for _, moe in both]
+                        runs[name] = [partial(BACKENDS["experts"][name].run, moe, x, ids) for _, moe in both]
                     for name in list(runs) if tokens <= 256 else ():
                         runs[f"{name} in a graph"] = [proof.graphed(run) for run in runs[name]]
                     yield row | {name: 1e3 * proof.seconds(*each) for name, each in runs.items()}
@@ -394,7 +394,7 @@ def converts(proof: Proof) -> Iterator[Row]:
     """A conversion, its peak beside the least that it should need, and whether a second one is the same bit by bit."""
     recipe = recipe_of(proof)
     sizes = sizes_of(load_config(str(proof.args.model)), recipe)
-    least = max(stage.total for stage in least_memory(sizes, *settled(recipe)))
+    least = max(stage.total for stage in least_memory(sizes, *resolve_method(recipe)))
     written = []
     for name in ("moe", "again"):
         seconds, peaks = proof.convert(recipe, proof.out / name)
@@ -511,7 +511,7 @@ def trains_paper(proof: Proof) -> Iterator[Row]:
     seconds = statistics.median(row["seconds"] for row in rows[1:])
     yield {"seconds a step": seconds, "tokens/s": rows[-1]["tokens"] / seconds, "peak GB": proof.peak_gb()}
     base = BaseWeights.of(recipe)
-    dense, _ = open_dense(*settled(recipe), base)
+    dense, _ = open_dense(*resolve_method(recipe), base)
     net = new_network(recipe, dense)
     step = MaskStep(dense, net, recipe)
     ids = torch.randint(250, (1, recipe.data.seq_len))

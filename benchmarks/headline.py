@@ -68,7 +68,7 @@ TEST = 1024, 8192
 LONG = 8192
 """Tokens of the one sequence whose positions are compared."""
 WRITING_ROWS = 32
-DIALED = "dialed", "inputs"
+AT_LOAD = "dialed", "inputs"
 """Rows of folders that were converted for another share."""
 KEPT = 0.9
 """The share of the dense model's solved problems that the sweet spot keeps."""
@@ -198,8 +198,10 @@ class Bench:
         """Decoding of one sequence beside the dense model, in turns; what the dense model reads beside itself is left out."""
         if row.way not in WAYS:
             return {}
-        dial = row.active if row.way in DIALED else None
-        timed = benchmark(str(self.dense), str(row.folder), (1,), (128,), text=self.args.test, threads=1, active=dial)
+        fraction = row.active if row.way in AT_LOAD else None
+        timed = benchmark(
+            str(self.dense), str(row.folder), (1,), (128,), text=self.args.test, threads=1, active=fraction
+        )
         (cell,) = [cell for cell in timed.cells if cell.phase == "decode"]
         times = {"dense": cell.dense_s, "same_kernel": cell.same_kernel_s, "moe": cell.moe_s}
         return {f"{name}_ms": 1e3 * s for name, s in times.items() if s} | {
@@ -238,8 +240,8 @@ def run_model(args: argparse.Namespace, results: Results, name: str, source: str
 
         def model(row: Row = row, loaded: list[PreTrainedModel] = loaded) -> PreTrainedModel:
             if not loaded:
-                dial = row.active if row.way in DIALED else None
-                loaded.append(tomoe.load(str(row.folder), args.dtype, active=dial)[0])
+                fraction = row.active if row.way in AT_LOAD else None
+                loaded.append(tomoe.load(str(row.folder), args.dtype, active=fraction)[0])
             return loaded[0]
 
         for step in steps:

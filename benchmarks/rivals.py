@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 
 import tomoe
 from tomoe.evaluation.speed import throughput
-from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
+from tomoe.evaluation.speed.same_kernel import backends_of, run_everything, set_to
 from tomoe.evaluation.speed.throughput import in_own_memory, prefill
 from tomoe.evaluation.writing import humaneval
 from tomoe.evaluation.writing.run import ProgramTask, load
@@ -127,7 +127,7 @@ def rows_of(args: argparse.Namespace) -> dict[str, Rival]:
     for name, folder, active in args.folder:
         model = in_own_memory(tomoe.load(folder, active=active)[0])
         own = rows[name] = in_torch(model, ids, args.prompts)
-        changes = everything(model, ways(model, 1))
+        changes = run_everything(model, backends_of(model, 1))
         if changes is not None:
 
             def whole(run: Callable[[int], float], length: int, changes: Any = changes) -> float:
@@ -288,7 +288,7 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def dialed(text: str) -> tuple[str, str, float | None]:
+def folder_at(text: str) -> tuple[str, str, float | None]:
     name, value = pair(text)
     folder, _, active = value.partition("@")
     return name, folder, float(active) if active else None
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?")
     parser.add_argument("dense", nargs="?")
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--folder", type=dialed, action="append", default=[], metavar="NAME=FOLDER[@ACTIVE]")
+    parser.add_argument("--folder", type=folder_at, action="append", default=[], metavar="NAME=FOLDER[@ACTIVE]")
     parser.add_argument("--gguf", type=pair, action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1, help="wall time, if more than one")

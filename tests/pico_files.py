@@ -124,7 +124,7 @@ class Outcome:
     err: str
 
 
-# typer makes the commands of all verbs anew whenever one is called
+# typer makes the commands anew whenever one is called
 typer.main.get_command = functools.cache(typer.main.get_command)
 
 

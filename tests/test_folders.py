@@ -107,11 +107,11 @@ def test_a_run_beside_a_project_takes_no_file_of_it(
 
 
 @pytest.mark.parametrize(
-    ("verb", "option"),
+    ("command", "option"),
     [("evaluate", "--json"), ("evaluate", "--markdown"), ("benchmark", "--json"), ("route", "--html")],
 )
 def test_a_file_of_somebody_else_is_not_replaced_by_a_table(
-    tomoe: CommandLine, converted: Path, model: Path, tmp_path: Path, verb: str, option: str
+    tomoe: CommandLine, converted: Path, model: Path, tmp_path: Path, command: str, option: str
 ) -> None:
     mine = tmp_path / "thesis.md"
     mine.write_text("years of work")
@@ -120,12 +120,12 @@ def test_a_file_of_somebody_else_is_not_replaced_by_a_table(
         "benchmark": (model, converted / "moe"),
         "route": (converted / "moe", "a"),
     }
-    refused(tomoe(verb, *models[verb], option, mine), "thesis.md", "choose another name")
+    refused(tomoe(command, *models[command], option, mine), "thesis.md", "choose another name")
     assert mine.read_text() == "years of work"
 
 
 @pytest.mark.parametrize(
-    ("verb", "option", "name"),
+    ("command", "option", "name"),
     [
         ("evaluate", "--json", "plan.json"),
         ("evaluate", "--json", "report.json"),
@@ -136,13 +136,13 @@ def test_a_file_of_somebody_else_is_not_replaced_by_a_table(
     ],
 )
 def test_a_file_of_a_model_is_not_replaced_by_a_table(
-    tomoe: CommandLine, converted: Path, model: Path, tmp_path: Path, verb: str, option: str, name: str
+    tomoe: CommandLine, converted: Path, model: Path, tmp_path: Path, command: str, option: str, name: str
 ) -> None:
     """They have marks of ours in them, too."""
     moe = shutil.copytree(converted / "moe", tmp_path / "moe")
     before = contents(moe)
     models = {"evaluate": (moe,), "benchmark": (model, moe), "route": (moe, "a")}
-    refused(tomoe(verb, *models[verb], option, moe / name), name, "choose another name")
+    refused(tomoe(command, *models[command], option, moe / name), name, "choose another name")
     assert contents(moe) == before
 
 

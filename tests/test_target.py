@@ -21,7 +21,7 @@ from tomoe.methods.tomoe.objective import budget_penalty, layer_fractions, layer
 from tomoe.model.structure import shape_of
 from tomoe.pipeline.convert import convert
 from tomoe.plans import Plan
-from tomoe.plans.partition.layouts import settle_layout
+from tomoe.plans.partition.layouts import layout_of
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_target_and_its_opposite_are_refused() -> None:
         Recipe.load(None, ["target=mixtral", "attention.pruning=per_token"])
     for target, multiple, common in (("gguf", 8, 64), ("gguf", 256, 256), ("hf", 8, 0)):
         keys = [f"target={target}", f"experts.width_multiple={multiple}", "experts.form=overlapping", "active=0.97"]
-        assert settle_layout(Recipe.load(None, keys), shape_of(wide())).common_multiple == common
+        assert layout_of(Recipe.load(None, keys), shape_of(wide())).common_multiple == common
     biases = "its Q, K and V projections have biases"
     assert TARGETS["mixtral"].supports_dense(make_pico("qwen2"), "overlapping") == biases
     assert TARGETS["mixtral"].supports_dense(make_pico("qwen3"), "overlapping") == "it normalizes Q and K"
@@ -149,4 +149,4 @@ def test_a_gguf_plan_may_be_a_little_further_from_the_budget(tmp_path: Path) -> 
     plan = convert(recipe, tmp_path / "out")
     assert plan.active_fraction() == pytest.approx(asked - 0.0025, abs=1e-6)
     with pytest.raises(UserError, match="cannot divide 512 neurons"):
-        settle_layout(recipe.changed(["target=glm4_moe"]), shape)
+        layout_of(recipe.changed(["target=glm4_moe"]), shape)

@@ -1,4 +1,4 @@
-"""The command `tomoe`, which is `python -m tomoe`, too."""
+"""The command `tomoe`; `python -m tomoe` is the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPINS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
 def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
-    """End at once: what is being imported may catch an exception, or print it with a traceback."""
+    """End the process at once: code that is being imported may catch an exception, or print a traceback."""
     os.write(2, b"tomoe: stopped\n")
     os._exit(128 + signum)
 
@@ -36,7 +36,7 @@ def _wait_briefly() -> None:
 
 
 def main() -> NoReturn:
-    """`tomoe.cli.main`, which Ctrl-C ends in one sentence while it is being imported, too."""
+    """Run `tomoe.cli.main`; Ctrl-C ends it in one sentence, also during the imports."""
     _open_streams()
     _wait_briefly()
     # nothing has begun that would be left half done; a command has a handler of its own

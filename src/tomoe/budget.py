@@ -41,15 +41,15 @@ def layer_params(shape: ModelShape, width: Any, qk_dims: Any, value_dims: Any) -
 def router_params(shape: ModelShape, num_experts: int, value_embedding: int = 0) -> int:
     """Count the router weights of a layer: a row for each expert, and two matrices if tokens choose their V/O dims.
 
-    `value_embedding` is the size of an embedding between these (0: none). One expert is no choice, and its row decides nothing.
+    `value_embedding` is the size of an embedding between these (0: none). A single expert's row is unused.
     """
     rows = num_experts if num_experts > 1 else 0
     return shape.hidden_size * rows + value_embedding * (shape.hidden_size + shape.head_dim)
 
 
 def active_fraction(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]], routers: int) -> float:
-    """Return the share `active`: the weights that a token uses of converted layers, `routers` of them in routers, as a share of
-    the projection weights of the dense decoder."""
+    """Return the share `active`: the weights of converted layers that a token uses, `routers` of them in routers, as a fraction
+    of the dense decoder's projection weights."""
     return float(active_params(shape, widths) + routers) / decoder_params(shape)
 
 
@@ -61,7 +61,7 @@ def active_params(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]]) -> 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The weights that writing one token reads, but for norms and biases: they bound how fast one sequence is written."""
+    """The weights read to generate one token, except norms and biases: they bound the speed of decoding one sequence."""
 
     decoder: int  # projection weights of all decoder layers
     attention: int  # those of them that every token uses: of attention, and of layers without experts
@@ -70,25 +70,25 @@ class Decoding:
 
     @classmethod
     def of(cls, shape: ModelShape, output: int, routers: int) -> Decoding:
-        """From a model's sizes, and the weights of all its routers."""
+        """Count them from a model's sizes and the weights of all its routers."""
         attention = shape.num_layers * attention_params(shape, shape.head_dim, shape.head_dim) + shape.other_params
         return cls(decoder_params(shape), int(attention), output, routers)
 
     def read(self, active: float) -> int:
-        """Weights that a token reads if the share `active` of the decoder parameters, routers included, works on it."""
+        """Count the weights that a token reads if the share `active` of the decoder parameters, routers included, works on it."""
         return round(active * self.decoder) + self.output
 
     @property
     def always(self) -> float:
-        """The share of what the dense model reads that is read whatever the experts are: attention, output, routers."""
+        """The share of the dense model's reads that does not depend on the experts: attention, output, routers."""
         return (self.attention + self.output + self.routers) / (self.decoder + self.output)
 
     def speedup(self, active: float) -> float:
-        """How many times as fast as the dense model one sequence can be written at best."""
+        """The largest possible speedup of decoding one sequence over the dense model."""
         return (self.decoder + self.output) / self.read(active)
 
     def sentence_without_routers(self, active: float) -> str:
-        """What bounds decoding where tokens choose no experts."""
+        """Describe what bounds decoding where tokens choose no experts."""
         share = self.read(active) / (self.decoder + self.output)
         return (
             f"One sequence can decode at most {self.speedup(active):.2f} times as fast as by the dense model: at "
@@ -96,7 +96,7 @@ class Decoding:
         )
 
     def sentence(self, least: float, active: float) -> str:
-        """What is always read, and the bounds with one expert of a token and as converted."""
+        """Describe what is always read, and the bounds with one expert per token and as converted."""
         return (
             f"{self.always:.0%} of the weights that decoding a token reads are always read (attention, output matrix, routers), "
             f"so one sequence can decode at most {self.speedup(least):.1f} times as fast as by the dense model with one "
@@ -108,5 +108,5 @@ FILE_BITS = {"bf16": 16.0, "Q8_0": 8.5, "Q4_K": 4.5}  # bits of a weight in file
 
 
 def file_bytes(weights: int) -> dict[str, int]:
-    """Bytes of a file with so many weights, by its format."""
+    """Count the bytes of a file with this many weights, by its format."""
     return {name: round(weights * bits / 8) for name, bits in FILE_BITS.items()}

@@ -40,7 +40,7 @@ class OtherRankFailed(SystemExit):
 
 
 def rank() -> int:
-    """The number of this process in its group, from 0; 0 without one."""
+    """The rank of this process in its group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -51,7 +51,7 @@ def world_size() -> int:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Connect the processes that torchrun started, if it did. Raises UserError if the others do not answer."""
+    """Connect the processes that torchrun started, if any. Raises UserError if the others do not answer."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
@@ -68,8 +68,8 @@ def process_group() -> Iterator[None]:
 
 
 def on_rank_zero(work: Callable[[], object]) -> bool:
-    """Do the work on rank 0 while the others wait; whether it returned something true, in every rank. If it fails there,
-    every rank exits (the others by OtherRankFailed)."""
+    """Run the work on rank 0 while the others wait; return in every rank whether its result was true. If it fails there, every
+    rank exits (the others by OtherRankFailed)."""
     if world_size() == 1:
         return bool(work())
     # 0: failed, 1: returned something false, 2: something true
@@ -85,28 +85,28 @@ def on_rank_zero(work: Callable[[], object]) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, verb: str) -> Iterator[None]:
+def locked(folder: Path, command: str) -> Iterator[None]:
     """Hold the lock of a folder on rank 0 for all ranks, and delete what killed processes left half-written there; if another
     process holds it, every rank exits."""
     with ExitStack() as stack:
 
         def take() -> None:
-            stack.enter_context(folder_lock(folder, verb))
+            stack.enter_context(folder_lock(folder, command))
             remove_leftovers(folder)
 
         on_rank_zero(take)
         yield
 
 
-def locks_out(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function that writes the folder `out`: it holds the lock of that folder while it runs."""
+def locks_out(command: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that writes the folder `out` to hold that folder's lock while it runs."""
 
     def decorate(work: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(work)
 
         @wraps(work)
         def locked_work(*args: P.args, **kwargs: P.kwargs) -> R:
-            with locked(Path(signature.bind(*args, **kwargs).arguments["out"]), verb):
+            with locked(Path(signature.bind(*args, **kwargs).arguments["out"]), command):
                 return work(*args, **kwargs)
 
         return locked_work
@@ -115,7 +115,7 @@ def locks_out(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def broadcast_(tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Fill these tensors with those of rank `source`; all ranks leave together. Raises UserError if one is gone."""
+    """Overwrite these tensors with those of rank `source`, in all ranks. Raises UserError if one is gone."""
     if world_size() == 1:
         return
     for t in tensors:
@@ -124,7 +124,7 @@ def broadcast_(tensors: Iterable[Tensor], source: int = 0) -> None:
 
 
 def sum_gradients_(net: nn.Module) -> None:
-    """Sum every gradient over all ranks, with the same bits in each. Raises UserError if a rank is gone."""
+    """Sum every gradient over all ranks, bitwise equal in each. Raises UserError if a rank is gone."""
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
     if world_size() == 1 or not gradients:
         return
@@ -135,30 +135,30 @@ def sum_gradients_(net: nn.Module) -> None:
 
 
 def all_reduce_scalars(values: Iterable[float]) -> list[float]:
-    """The sum of each number over all ranks. Raises UserError if a rank is gone."""
+    """Sum each number over all ranks. Raises UserError if a rank is gone."""
     t = torch.tensor(list(values), dtype=torch.float64)
     all_reduce_(t, RESUME)
     return t.tolist()
 
 
 def rank_indices(count: int) -> range:
-    """Which of `count` pieces of work this rank does."""
+    """Return which of `count` work items belong to this rank."""
     return range(rank(), count, world_size())
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether every rank holds only a part of the model, so that it runs in all of them at once or not at all."""
+    """Whether every rank holds only a part of the model, so that it must run in all ranks at once."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def all_reduce_(t: Tensor, advice: str | Advice = RESTART) -> None:
-    """Combine what every rank filled in for its share, leaving zeros elsewhere. Raises UserError if a rank is gone."""
+    """Combine tensors that each rank filled for its share and left zero elsewhere. Raises UserError if a rank is gone."""
     if world_size() > 1:
         _collective(partial(dist.all_reduce, t), advice)
 
 
 def leave_group() -> None:
-    """From now on every process is alone: rank 0 of 1."""
+    """Leave the process group: from now on every process is rank 0 of 1."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -11,8 +11,7 @@ _SHOWN = 200  # characters
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting that helps: an argument of the function, or a key of the recipe, whose option has a name of its own on the
-    command line."""
+    """A setting that helps: a function argument or a recipe key, whose command-line option may have another name."""
 
     name: str
     purpose: str  # goes on after its name: "to start over"
@@ -25,26 +24,26 @@ class Advice:
 
 class UserError(ValueError):
     """An error that the user can fix: what is wrong and what was found, then ways out. As text it is one sentence, which names
-    settings as Python does; the command line prints one line that names its options, and exits with code 2. A mistake of ours
-    is an `assert`."""
+    settings as in Python; the command line prints one line that names its options, and exits with code 2. Bugs in tomoe are an
+    `assert`."""
 
     def __init__(self, wrong: str, *advice: str | Advice):
-        """wrong: a sentence that stands for itself, without a full stop. advice: what to do, in words or by a setting."""
+        """wrong: a complete sentence without full stop. advice: what to do, in words or by a setting."""
         super().__init__(wrong, *advice)
         self.wrong, self.advice = wrong, advice
 
     def told(self, name: Callable[[Advice], str | None] = str) -> str:
-        """The whole sentence, its settings by `name`, without those for which that is None."""
+        """Return the complete sentence, with settings named by `name`; those for which it returns None are dropped."""
         found = ((one, name(one)) if isinstance(one, Advice) else (None, one) for one in self.advice)
-        ways = [f"use {named} {one.purpose}" if one else named for one, named in found if named]
-        return "; ".join(filter(None, (self.wrong, ", or ".join(ways))))
+        fixes = [f"use {named} {one.purpose}" if one else named for one, named in found if named]
+        return "; ".join(filter(None, (self.wrong, ", or ".join(fixes))))
 
     def __str__(self) -> str:
         return self.told()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the memory of the machine or of a device has run out; no torch need be imported to tell."""
+    """Whether main or device memory has run out; needs no import of torch."""
     words = ("out of memory", "allocate memory")
     named = type(error).__name__ == "OutOfMemoryError"
     return (
@@ -56,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def enough_memory(*advice: Advice) -> Iterator[None]:
-    """Raise UserError, with the advice, where memory runs out within."""
+    """Raise UserError, with the advice, if memory runs out within the block."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -66,10 +65,10 @@ def enough_memory(*advice: Advice) -> Iterator[None]:
 
 
 class Note(UserWarning):
-    """A warning for the user of the command line, too: what was done otherwise than the input asks for."""
+    """A warning that the command line shows, too: what was done differently than the input asks for."""
 
 
 def shortened(text: object) -> str:
-    """What a file or another library says, as a sentence can hold it: a damaged file may hold values of any length."""
+    """Shorten text from a file or library for use in a sentence: damaged files may hold values of any length."""
     shown = str(text)
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."

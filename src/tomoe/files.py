@@ -1,4 +1,4 @@
-"""Files that are never half written, checksums, untrusted JSON.
+"""Atomic writes, checksums, untrusted JSON.
 
 A file is written under a temporary name, then renamed.
 """
@@ -26,13 +26,13 @@ from tomoe.errors import UserError, shortened
 T = TypeVar("T")
 SUMS = "SHA256SUMS"  # in the format that `sha256sum -c` reads
 _MAX_TEXT = 2**26  # bytes of a file of text; parsed it takes several times that
-# the card of a folder, the one file of ours that people edit; ours has its place where theirs stays
+# the card of a folder, the one generated file that people edit; beside an edited one the new card goes here
 CARD, CARD_BESIDE = "README.md", "README.tomoe.md"
 _FIRST = ("plan.json", "export.json")  # what `folders.is_ours` knows a folder by
 
 
 def atomic_write(path: Path, content: str | bytes) -> Path:
-    """Write `content`, so that no half file is ever seen under the name. Raises UserError if it cannot be written."""
+    """Write `content` atomically: no partial file ever has this name. Raises UserError if it cannot be written."""
     with atomic_file(path) as part:
         part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     return path
@@ -40,8 +40,8 @@ def atomic_write(path: Path, content: str | bytes) -> Path:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary file to write, which takes the name `path` afterwards; the process id keeps writers apart where no lock
-    does. Raises UserError if that fails."""
+    """Yield a temporary file that is renamed to `path` afterwards; the process id keeps concurrent writers apart where there is
+    no lock. Raises UserError if that fails."""
     part = path.with_name(f".{path.name}.{os.getpid()}.tomoe.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete what killed processes left half-written in an output folder. The caller holds the lock of the folder."""
+    """Delete partial files that killed processes left in an output folder. The caller holds the folder's lock."""
     for folder in (out, out / "run", out / "figures"):
         # the temporary names of `atomic_file`
         for part in folder.glob(".*.[0-9]*.tomoe.tmp"):
@@ -104,7 +104,7 @@ def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[P
 
 
 def write_card_file(folder: Path, text: str) -> Path:
-    """Write a card, as README.md, or beside it if that was edited; returns which. Raises UserError if it cannot be written."""
+    """Write a card as README.md, or beside it if that was edited; return which. Raises UserError if it cannot be written."""
     card = folder / CARD
     if is_edited(card):
         return atomic_write(folder / CARD_BESIDE, text)
@@ -113,20 +113,20 @@ def write_card_file(folder: Path, text: str) -> Path:
 
 
 def is_edited(card: Path) -> bool:
-    """Whether a file is there that is not what `write_card_file` wrote there last."""
+    """Whether the card was edited since tomoe wrote it."""
     with contextlib.suppress(OSError, UserError):
         return card.exists() and read_text(_record(card)).strip() != sha256(card)
     return True
 
 
 def _record(card: Path) -> Path:
-    """The hash of a card, in a hidden file: it does not travel, and stays when all else of the folder is replaced."""
+    """Path of the card's hash, a hidden file: it does not travel, and stays when the rest of the folder is replaced."""
     return card.with_name(f".{card.name}.sha256")
 
 
 def read_text(path: Path) -> str:
-    """The text of an untrusted file. Raises UserError if it cannot be read, is not a regular file (a pipe never ends), is too
-    large, or is not UTF-8."""
+    """Read untrusted text. Raises UserError if it cannot be read, is not a regular file (a pipe never ends), is too large, or is
+    not UTF-8."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -145,7 +145,7 @@ def read_text(path: Path) -> str:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair in it, which no tokenizer and no file takes."""
+    """Whether a text has no lone surrogates, which no tokenizer or file accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -154,7 +154,7 @@ def is_whole(text: str) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """The values in JSON from an untrusted source; they can be written, printed and computed with.
+    """Parse JSON from an untrusted source to values that can be written, printed and computed with.
 
     Raises ValueError, in a few words, for what is not JSON (NaN is not), for numbers that no 64 bits hold, for half characters
     and for deep nesting.
@@ -175,7 +175,7 @@ def _check_numbers(values: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in an untrusted JSON file. Raises UserError as `read_text` and `parse_json` do, and if it is no object."""
+    """Read the object in an untrusted JSON file. Raises UserError as `read_text` and `parse_json`, and if it is not an object."""
     text = read_text(path)
     try:
         values = parse_json(text)
@@ -190,7 +190,7 @@ _adapter = cache(TypeAdapter)  # making one takes longer than using it
 
 
 def validated(kind: type[T], values: object) -> T:
-    """`values`, read from JSON, as a `kind`. Raises ValueError with the first place that is wrong, in a few words."""
+    """Validate `values`, read from JSON, as a `kind`. Raises ValueError with the first error, in a few words."""
     try:
         return cast(T, _adapter(cast(Any, kind)).validate_python(values))
     except ValidationError as error:
@@ -202,7 +202,7 @@ def validated(kind: type[T], values: object) -> T:
 
 
 def basename(path: Path | str) -> str:
-    """The last part of the absolute path, so that "." and ".." give the name of a folder; "" stays empty."""
+    """The last part of the absolute path, so that "." and ".." give a folder's name; "" stays empty."""
     return Path(os.path.abspath(path)).name if path else ""
 
 
@@ -212,7 +212,7 @@ def is_plain_filename(name: Any) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would read. Raises UserError if the index points outside of the folder."""
+    """Return the safetensors files that transformers would read. Raises UserError if the index points outside the folder."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists() or not index.exists():
         return [whole]
@@ -223,7 +223,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex. Raises OSError, also for what is not a regular file: a pipe never ends."""
+    """SHA-256 of a file, in hex. Raises OSError, also if it is not a regular file: a pipe never ends."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as file:
@@ -231,7 +231,7 @@ def sha256(path: Path) -> str:
 
 
 def write_sums(folder: Path) -> None:
-    """Write SHA256SUMS with every file that is in the folder now."""
+    """Write SHA256SUMS of every file that is in the folder now."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != SUMS)
     with ThreadPoolExecutor() as pool:
         digests = pool.map(sha256, [folder / name for name in names])
@@ -239,8 +239,8 @@ def write_sums(folder: Path) -> None:
 
 
 def failed_checksums(folder: Path) -> tuple[int, list[str]]:
-    """The number of files in SHA256SUMS, and the names of those that are missing or differ. Raises UserError if there is no
-    SHA256SUMS, or if its names lead out of the folder."""
+    """Return the number of files in SHA256SUMS, and the names of those that are missing or differ. Raises UserError if there is
+    no SHA256SUMS, or if its names lead outside the folder."""
     if not (folder / SUMS).exists():
         raise UserError(f"{folder} holds no {SUMS}, so its files cannot be verified")
     lines = [line.partition("  ") for line in read_text(folder / SUMS).splitlines()]
@@ -252,7 +252,7 @@ def failed_checksums(folder: Path) -> tuple[int, list[str]]:
 
 
 def format_bytes(size: float) -> str:
-    """`1.38 GB`, `269 MB` or `12 kB`, in powers of ten."""
+    """Format as `1.38 GB`, `269 MB` or `12 kB`, in powers of ten."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}" if unit == "GB" else f"{size / scale:.0f} {unit}"
@@ -260,5 +260,5 @@ def format_bytes(size: float) -> str:
 
 
 def cache_folder() -> Path:
-    """$TOMOE_CACHE, else ~/.cache/tomoe."""
+    """Return $TOMOE_CACHE, else ~/.cache/tomoe."""
     return Path(os.environ.get("TOMOE_CACHE") or Path.home() / ".cache" / "tomoe").expanduser()

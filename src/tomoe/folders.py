@@ -1,4 +1,4 @@
-"""What a folder of ours holds: of all other files in it, none is ever deleted or overwritten."""
+"""Files that tomoe writes; others are never deleted or overwritten."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TOKENIZER = (
     "merges.txt",
 )
 PLAN = ("plan.json", "plan.safetensors")
-FIGURES = ("dial", "layers", "throughput", "training")
+FIGURES = ("active", "layers", "throughput", "training")
 MEASURED = (
     "README.md",
     "README.tomoe.md",
     "evaluation.json",
-    "dial.json",
+    "active.json",
     "benchmark.json",
     "report.json",
     "report.html",
@@ -71,13 +71,13 @@ _NAMED = 4  # names that a sentence lists
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether tomoe wrote a plan, a model, a run or an export to the folder."""
+    """Whether tomoe wrote a plan, model, run or export to the folder."""
     inside = folder.name == "run" and folder.parent != folder and is_ours(folder.parent)
     return inside or any(holds(folder / name, mark) for name, mark in _MARKS.items())
 
 
 def holds(file: Path, mark: str) -> bool:
-    """Whether an ordinary file can be read and has this text in it."""
+    """Whether a regular file is readable and contains this text."""
     try:
         if not file.is_file():
             return False
@@ -87,19 +87,19 @@ def holds(file: Path, mark: str) -> bool:
         return False
 
 
-def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
-    """Raises UserError if files that tomoe did not write lie in a folder that it is about to write to. With `force` they may,
-    but none where one of `names` (patterns) would be written. Hidden files and empty folders do not count."""
+def refuse_foreign_files(folder: Path, force: bool, names: Sequence[str]) -> None:
+    """Raise UserError if a folder to write to holds files that tomoe did not write. With `force` it may, unless one of `names`
+    (patterns) would be overwritten. Hidden files and empty folders do not count."""
     if not folder.is_dir() or is_ours(folder):
         return
     visible = [path for path in folder.iterdir() if not path.name.startswith(".") and _has_files(path)]
     # a run comes before the model that becomes of it
     found = sorted(path.name for path in visible if not (path.name == "run" and is_ours(path)))
-    in_the_way = sorted({path.relative_to(folder).parts[0] for name in names for path in folder.glob(name)} & {*found})
-    if in_the_way:
-        kind = "a model" if "config.json" in in_the_way else "files"
+    overwritten = sorted({path.relative_to(folder).parts[0] for name in names for path in folder.glob(name)} & {*found})
+    if overwritten:
+        kind = "a model" if "config.json" in overwritten else "files"
         raise UserError(
-            f"{folder} already holds {kind} that tomoe did not write and would overwrite ({listed(in_the_way)}); choose "
+            f"{folder} already holds {kind} that tomoe did not write and would overwrite ({listed(overwritten)}); choose "
             "another folder"
         )
     if found and not force:
@@ -111,19 +111,19 @@ def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
 
 
 def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = False) -> None:
-    """Raises UserError if `out` holds a model, or files of somebody else, or is the folder of the `dense` model. With
-    `force`, or `resume` if there is a run to resume, a model of ours may be replaced."""
+    """Raise UserError if `out` holds a model or foreign files, or is the folder of the `dense` model. With `force`, or `resume`
+    if there is a run to resume, a model that tomoe wrote may be replaced."""
     if dense and out.resolve() == Path(dense).expanduser().resolve():
         raise UserError(f"{out} holds the input model; choose another folder for the result")
     # an adapter beside a model is refused when the model is loaded
     replaces = force or (resume and (out / "run" / "recipe.json").exists())
-    refuse_strangers(out, replaces, (*MODEL, "adapter_config.json"))
+    refuse_foreign_files(out, replaces, (*MODEL, "adapter_config.json"))
     if (out / "config.json").exists() and not replaces:
         raise UserError(f"{out} already holds a model", "choose another folder", Advice("force", "to replace it"))
 
 
-def refuse_stranger(file: Path | None, mark: str) -> None:
-    """Raises UserError if a file to write is there and was not written by tomoe, whose own have the text `mark` in them."""
+def refuse_foreign_file(file: Path | None, mark: str) -> None:
+    """Raise UserError if the file exists and was not written by tomoe, whose files contain the text `mark`."""
     if file is None:
         return
     if file.suffix != ".json" and file.name in MODEL and is_ours(file.parent):
@@ -138,6 +138,6 @@ def _has_files(path: Path) -> bool:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -21,10 +21,10 @@ _PATIENCE_SECONDS = 0.3  # whoever gives the lock back at this moment is waited 
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, verb: str) -> Iterator[None]:
-    """Keep other processes from writing to `folder`; a missing folder is made, and removed again if it stays empty. The
-    kernel holds the lock (flock), so a killed process holds nothing; it nests within one process. Under torchrun only process
-    0 may take it. Raises UserError if another process holds the folder, naming it, or if it cannot be written."""
+def folder_lock(folder: Path, command: str) -> Iterator[None]:
+    """Keep other processes from writing to `folder`; a missing folder is created, and removed again if it stays empty. The kernel
+    holds the lock (flock), so it ends with the process; it nests within one process. Under torchrun only process 0 may take it.
+    Raises UserError, naming the holder, if another process holds it, or if the folder is not writable."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     path = folder.resolve() / LOCK_FILE
     lock = FileLock(path, timeout=_PATIENCE_SECONDS, is_singleton=True, thread_local=False)
@@ -45,7 +45,7 @@ def folder_lock(folder: Path, verb: str) -> Iterator[None]:
     try:
         if plain and lock.lock_counter == 1:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-            path.write_text(f"tomoe {verb} (process {os.getpid()} on {socket.gethostname()}, since {since})")
+            path.write_text(f"tomoe {command} (process {os.getpid()} on {socket.gethostname()}, since {since})")
         yield
     finally:
         if plain and lock.lock_counter == 1:
@@ -55,7 +55,7 @@ def folder_lock(folder: Path, verb: str) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """Who holds the lock by its own words, in a file that anyone may have written."""
+    """Describe the holder of the lock from a file that anyone may have written."""
     with contextlib.suppress(OSError):
         record = path.read_text(encoding="utf-8", errors="replace")
         if record.startswith("tomoe ") and record.isprintable():

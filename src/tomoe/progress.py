@@ -20,5 +20,5 @@ def no_stage_progress(done: int, total: int) -> None:
 
 
 def stage_callback(on_progress: ProgressCallback, stage: str) -> StageCallback:
-    """Report the progress of one stage to the callback of the whole command."""
+    """Report the progress of one stage to the callback of the command."""
     return lambda done, total: on_progress(stage, done, total, {})

@@ -8,5 +8,5 @@ INSTALL = "pip install ."  # in a checkout: no package index has it
 
 
 def install_extra(extra: str) -> str:
-    """Where and how to install an extra of pyproject.toml, to end a sentence with."""
+    """Say how to install an extra of pyproject.toml, to end a sentence with."""
     return f"install it in a checkout of tomoe with: {INSTALL.removesuffix('.')}'.[{extra}]'"

@@ -22,7 +22,7 @@ def test_a_setting_is_an_option_here_and_an_argument_in_python(tomoe: CommandLin
 
 
 @pytest.mark.parametrize(
-    ("verb", "named"),
+    ("command", "named"),
     [
         ("generate", ()),
         ("evaluate", ("--offload", "--context N", "--batch-size N")),
@@ -31,14 +31,14 @@ def test_a_setting_is_an_option_here_and_an_argument_in_python(tomoe: CommandLin
     ],
 )
 def test_too_little_memory_advises_what_the_command_has(
-    verb: str, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("8 TB")
 
     monkeypatch.setattr("typer.Typer.__call__", fail)
     with pytest.raises(SystemExit) as left:
-        main([verb, "model"])
+        main([command, "model"])
     said = capsys.readouterr().err
     assert left.value.code == 2
     assert said.startswith("tomoe: memory ran out (8 TB); free some")

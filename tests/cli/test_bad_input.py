@@ -68,11 +68,11 @@ def test_text_that_is_too_little(tomoe: CommandLine, tmp_path: Path, model: Path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", ["convert", "train"])
+@pytest.mark.parametrize("command", ["convert", "train"])
 def test_an_output_that_cannot_be_written(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, verb: str
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, command: str
 ) -> None:
-    refused(tomoe(verb, model, "-o", text / "out", "--data", text, *small()), "text.txt")
+    refused(tomoe(command, model, "-o", text / "out", "--data", text, *small()), "text.txt")
 
 
 @pytest.mark.slow

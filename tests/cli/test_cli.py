@@ -1,4 +1,4 @@
-"""Every verb on a pico model: what it prints, what it writes, how it ends."""
+"""Every command on a pico model: what it prints, what it writes, how it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import tomoe as package
 from pico_files import FINE, CommandLine, contents, fine, pico_recipe, small
-from tomoe.cli import VERBS, evaluate, export, options
+from tomoe.cli import COMMANDS, evaluate, export, options
 from tomoe.cli.convert import next_commands
 from tomoe.cli.options import with_fractions
 from tomoe.evaluation.tasks import BATCH
@@ -35,9 +35,9 @@ def test_version_and_help(tomoe: CommandLine) -> None:
     shown = tomoe("--help")
     assert shown.code == 0
     found = [line.split()[1] for line in shown.out.splitlines() if re.match(r"│ [a-z]+  ", line)]
-    assert found == [verb.__name__ for verbs in VERBS.values() for verb in verbs]
-    for verb in found:
-        assert tomoe(verb, "--help").code == 0, verb
+    assert found == [command.__name__ for commands in COMMANDS.values() for command in commands]
+    for command in found:
+        assert tomoe(command, "--help").code == 0, command
 
 
 def test_defaults_that_the_command_line_repeats() -> None:

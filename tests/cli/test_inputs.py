@@ -71,7 +71,7 @@ def test_apply_makes_the_same_folder(tomoe: CommandLine, converted_inputs: Path,
 
 @pytest.mark.usefixtures("one_thread", "always_better", "as_shipped")
 def test_it_is_fine_tuned_like_any_other(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
-    """Stopped and resumed it ends in the same bytes; the result is dialed, measured and tuned again, and says what it is."""
+    """Stopped and resumed it ends in the same bytes; it is run at other fractions, measured and tuned again."""
     given = [*(f"--set={key}" for key in TUNED), "--set=train.learning_rate=1e-3", "--data"]
 
     def tune(folder: Path, out: str, text: str = "text.txt", *more: str) -> Outcome:
@@ -100,8 +100,8 @@ def test_it_is_fine_tuned_like_any_other(tomoe: CommandLine, converted_inputs: P
     assert "The weights are the dense model's" in (moe / "README.md").read_text("utf-8")
     counts = [[c.count for c in choices_of(package.load(whole, active=active)[0])] for active in (0.5, 0.8)]
     assert all(a <= b for a, b in zip(*counts, strict=True))
-    dense, *dialed = package.evaluate([str(converted_inputs / "dense"), str(whole)], active=[0.5, 1.0])
-    assert dense.measurement.perplexity != dialed[1].measurement.perplexity, "the weights are other ones"
+    dense, *measured = package.evaluate([str(converted_inputs / "dense"), str(whole)], active=[0.5, 1.0])
+    assert dense.measurement.perplexity != measured[1].measurement.perplexity, "the weights are other ones"
     refused(tomoe("apply", whole, converted_inputs / "dense", "-o", tmp_path / "no"), "fine-tuned after folding")
     assert tune(whole, "again").code == 0
     assert read_plan(tmp_path / "again").notes[FINETUNED]["dense"] == read_plan(moe).source

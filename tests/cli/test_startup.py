@@ -114,7 +114,7 @@ CONFIG = "from transformers import AutoConfig; assert type(AutoConfig.from_pretr
 MODEL = "from transformers import AutoModelForCausalLM as A; assert type(A.from_pretrained(folder)).__module__ == place"
 BARE = "from transformers import AutoModel; assert type(AutoModel.from_pretrained(folder)).__name__ == 'ToMoEModel'"
 TOKENIZER = "from transformers import AutoTokenizer; assert AutoTokenizer.from_pretrained(folder)('the sea').input_ids"
-KERNELS = "from tomoe.moe.modeling_tomoe import WAYS; assert 'native' in WAYS['experts']"
+KERNELS = "from tomoe.moe.modeling_tomoe import BACKENDS; assert 'native' in BACKENDS['experts']"
 START = "import sys; folder, place = sys.argv[1], 'tomoe.moe.modeling_tomoe'"
 NAMES = """
 import tomoe

@@ -109,7 +109,7 @@ IN_FLOAT64 = {"xlstm"}
 SMALLER_THAN = 20_000_000
 NEW = 4  # tokens that are generated
 # the classes of `without_tomoe`, by their code
-STRANGERS: dict[bytes, Any] = {}
+REMOTE_CLASSES: dict[bytes, Any] = {}
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
@@ -173,11 +173,11 @@ def recipe_for(dense: PreTrainedModel, folder: Path, text: Path) -> Recipe:
 def without_tomoe(folder: Path, **options: Any) -> PreTrainedModel:
     """The model by the code in its folder, as where tomoe is not installed; the same code is imported once."""
     code = (folder / "modeling_tomoe.py").read_bytes()
-    if code not in STRANGERS:
-        STRANGERS[code] = get_class_from_dynamic_module("modeling_tomoe.ToMoEForCausalLM", str(folder))
+    if code not in REMOTE_CLASSES:
+        REMOTE_CLASSES[code] = get_class_from_dynamic_module("modeling_tomoe.ToMoEForCausalLM", str(folder))
         # The copy has put itself in the place of the installed code.
         AutoConfig.register("tomoe", ToMoEConfig, exist_ok=True)
-    return STRANGERS[code].from_pretrained(folder, **options)
+    return REMOTE_CLASSES[code].from_pretrained(folder, **options)
 
 
 def tokens(rows: int, length: int, seed: int = 7) -> Tensor:

@@ -87,9 +87,9 @@ def read_by_decoding(moe: ToMoEForCausalLM, monkeypatch: pytest.MonkeyPatch) -> 
     """Elements of decoder matrices that one token reads after others."""
     # by PyTorch, and of experts only the rows that are chosen
     plain = ("pytorch", "runs", "masked")
-    for step, ways in modeling_tomoe.WAYS.items():
-        kept = {name: way for name, way in ways.items() if name in plain}
-        monkeypatch.setitem(modeling_tomoe.WAYS, step, kept)
+    for step, backends in modeling_tomoe.BACKENDS.items():
+        kept = {name: backend for name, backend in backends.items() if name in plain}
+        monkeypatch.setitem(modeling_tomoe.BACKENDS, step, kept)
     moe.config.tomoe_expert_backend = "runs"
     ids = tokens(1, 9)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import tomoe
-from tomoe.cli import VERBS
+from tomoe.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -41,7 +41,7 @@ def test_the_page_of_commands_has_every_command() -> None:
     page = (DOCS / "reference" / "commands.md").read_text("utf-8")
     table = page.split("\n## ")[0]
     assert sorted(re.findall(r"^\| `(\w+) ", table, re.MULTILINE)) == sorted(
-        verb.__name__ for verbs in VERBS.values() for verb in verbs
+        command.__name__ for commands in COMMANDS.values() for command in commands
     )
 
 

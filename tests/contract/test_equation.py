@@ -23,10 +23,10 @@ from tomoe.methods.tomoe.method import new_network
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, Way
+from tomoe.moe.modeling_tomoe import BACKENDS, Backend, ToMoEForCausalLM
 from tomoe.plans import Plan
 from tomoe.plans.masking import masked, planned_masks
-from tomoe.plans.partition.layouts import FineLayout, settle_layout
+from tomoe.plans.partition.layouts import FineLayout, layout_of
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -90,7 +90,7 @@ def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementat
         model.set_attn_implementation(implementation)
     meant = meaning(case.dense, case.plan, ids)
     assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
-    for moe, backends in ((case.folded, WAYS["experts"]), (case.reloaded, ("auto",))):
+    for moe, backends in ((case.folded, BACKENDS["experts"]), (case.reloaded, ("auto",))):
         assert moe.model.layers[0].self_attn.config._attn_implementation == implementation
         for backend in backends:
             with running(moe, backend):
@@ -116,12 +116,12 @@ def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, mon
     """What `auto` chooses for one token, for a few and for many: all must be reached, and be right."""
     taken: list[str] = []
 
-    def noting(name: str) -> Way:
-        way = WAYS["experts"][name]
-        return replace(way, run=lambda *a: taken.append(name) or way.run(*a))
+    def noting(name: str) -> Backend:
+        backend = BACKENDS["experts"][name]
+        return replace(backend, run=lambda *a: taken.append(name) or backend.run(*a))
 
     # without kernels of the package
-    monkeypatch.setitem(WAYS, "experts", {name: noting(name) for name in ("runs", "masked")})
+    monkeypatch.setitem(BACKENDS, "experts", {name: noting(name) for name in ("runs", "masked")})
     ids = clear_tokens(case.folded, lambda seed: tokens(8, 32, seed))  # 256 tokens, 64 for each of 4 experts
     meant = meaning(case.dense, case.plan, ids)
     with running(case.folded, "auto") as moe:
@@ -164,7 +164,7 @@ def test_fine_experts_can_be_used_in_other_numbers(family: str, tmp_path: Path) 
         moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
         ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
         meant = meaning(dense, with_top_k(plan, 3, k), ids)
-        for backend in ("auto", *WAYS["experts"]):
+        for backend in ("auto", *BACKENDS["experts"]):
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
         assert bool((meant - dense(ids).logits).abs().max() < 1e-5 * meant.abs().max()) == (k == 8)
@@ -180,7 +180,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     left_out = shape.num_layers * (mlp_params(shape, shape.mlp_size - width) - router_params(shape, 16))
     recipe, text = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
     calibration = text, torch.ones_like(text, dtype=torch.bool)
-    assert settle_layout(recipe, shape) == FineLayout(16, 128, 640, 8, leaves_whole=False)
+    assert layout_of(recipe, shape) == FineLayout(16, 128, 640, 8, allows_dense=False)
     net = new_network(recipe, dense)
     carve_(net, dense, *calibration, recipe.active, seed=0)
     plan = extract_plan(net, dense, recipe.active, calibration)
@@ -192,7 +192,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     whole = dense(ids).logits
     assert (meant - whole).abs().max() > 1e-2, "the masks changed nothing"
     for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
-        for backend in ("auto", *WAYS["experts"]):
+        for backend in ("auto", *BACKENDS["experts"]):
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
     everything = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=16)

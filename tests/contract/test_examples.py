@@ -102,10 +102,10 @@ def test_gguf_for_llama_cpp(place: Path, monkeypatch: pytest.MonkeyPatch, capsys
 def test_own_method(place: Path, tomoe: CommandLine) -> None:
     """By the command that stands in it."""
     text = (EXAMPLES / "own_method.py").read_text("utf-8")
-    (_, verb, _, *words) = shlex.split(next(line for line in text.splitlines() if line.startswith("tomoe convert")))
+    (_, command, _, *words) = shlex.split(next(line for line in text.splitlines() if line.startswith("tomoe convert")))
     words[words.index("examples/own_method.py:ByText")] = f"{EXAMPLES / 'own_method.py'}:ByText"
     small = (word for setting in SETTINGS for word in ("--set", setting))
-    done = tomoe(verb, "dense", *words, "--data", "text.txt", *small)
+    done = tomoe(command, "dense", *words, "--data", "text.txt", *small)
     assert done.code == 0, done.err
     assert read_plan(place / "by-text").notes["method"]["name"] == "ByText"
 

@@ -17,7 +17,7 @@ from conftest import FORMS, PICO, make_pico, make_plan, randomise, tokens, write
 from tomoe.errors import UserError
 from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.stock.plain_decoder import PlainDecoder
-from tomoe.exporting.stock.table import CARRIERS
+from tomoe.exporting.stock.table import STOCK_ARCHS
 from tomoe.exporting.target import Options
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -92,7 +92,7 @@ def refusal(dense: PreTrainedModel, target: str, attention: str = "off", form: s
     if target == "mixtral" and form == "overlapping":
         own = choose(moe, "auto")
         assert own.target.name == "hf"
-        assert all(carrier.name in own.reason for carrier in CARRIERS)
+        assert all(target.name in own.reason for target in STOCK_ARCHS)
     return str(refused.value)
 
 

@@ -158,7 +158,7 @@ def test_largest_k_for_all_tokens(dense: PreTrainedModel, monkeypatch: pytest.Mo
     assert difference(dense, plan) > RED
 
 
-@pytest.mark.parametrize("backend", modeling_tomoe.WAYS["experts"])
+@pytest.mark.parametrize("backend", modeling_tomoe.BACKENDS["experts"])
 def test_neurons_of_another_expert(dense: PreTrainedModel, backend: str) -> None:
     def damage(moe: ToMoEForCausalLM) -> None:
         moe.config.tomoe_expert_backend = backend
@@ -176,7 +176,7 @@ def test_expert_weighted_by_its_probability(dense: PreTrainedModel, monkeypatch:
         return modeling_tomoe.run_masked(mlp, x, expert_ids) * weight
 
     plan = make_plan(dense, "off")
-    monkeypatch.setitem(modeling_tomoe.WAYS, "experts", {"weighted": modeling_tomoe.Way(weighted)})
+    monkeypatch.setitem(modeling_tomoe.BACKENDS, "experts", {"weighted": modeling_tomoe.Backend(weighted)})
     assert difference(dense, plan) > RED
 
 

@@ -1,10 +1,10 @@
-"""Words that neither pages nor help nor messages use, and what to write instead. Identifiers, comments and docstrings may."""
+"""Words that pages, help, messages, public docstrings and names do not use, and what to write instead. Comments may."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -48,16 +48,41 @@ WORDS = (
     (r"\bhas? no place for\b", "x has no place for y", "does not support"),
     (r"\bone's own\b", "a method of one's own", "your own"),
 )
+# what docstrings may not use either
+PROSE = (
+    (r"\bof ours\b", "a file of ours", "that tomoe wrote"),
+    (r"\bone upon another\b", "matrices, one upon another", "stacked"),
+    (r"\bfrom which on\b", "the number from which on it fits", "the smallest number that"),
+    (r"\bsuits?\b|\bsettle[sd]?\b", "the first that suits", "fits, supports, decides"),
+    (r"\bin vain\b", "loaded in vain", "for nothing"),
+)
+# two patterns would also find "leads to experts" and "which experts a token needs"
+DOCSTRINGS = (*(words for words in WORDS if words[2] not in ("to sparse inputs, to an MoE", "per token")), *PROSE)
+# words of which no name in the code is made
+PRIVATE = {
+    "carrier",
+    "dial",
+    "dialed",
+    "evened",
+    "knot",
+    "settle",
+    "settled",
+    "stranger",
+    "suit",
+    "trouble",
+    "verb",
+    "way",
+}
 # code, and where a link leads
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`|\]\([^)\n]*\)|\{%.*?%\}|\{\{.*?\}\}", re.MULTILINE | re.DOTALL)
 
 
-def wrong(text: str) -> list[str]:
+def wrong(text: str, words: Sequence[tuple[str, str, str]] = WORDS) -> list[str]:
     """The words of a text that it should not use, with those around them, and what to write."""
     text = CODE.sub("", text)
     return [
         f"{' '.join(text[max(hit.start() - 40, 0) : hit.end() + 20].split())!r}: {better}"
-        for pattern, _, better in WORDS
+        for pattern, _, better in words
         for hit in re.finditer(pattern, text)
     ]
 
@@ -74,9 +99,30 @@ def messages(module: Path) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize(("example", "better"), [words[1:] for words in WORDS])
+def docstrings(module: Path) -> Iterator[tuple[str, str]]:
+    """Names of a module and of its public classes and functions with their docstrings, each in one line."""
+    for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            name = getattr(node, "name", module.stem)
+            if not name.startswith("_") and (text := ast.get_docstring(node)):
+                yield f"{module.relative_to(SOURCE)}: {name}", " ".join(text.split())
+
+
+def names(module: Path) -> Iterator[str]:
+    """Names that a module binds or defines, and its own."""
+    yield module.stem
+    for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+@pytest.mark.parametrize(("example", "better"), [words[1:] for words in (*WORDS, *PROSE)])
 def test_each_wrong_word_is_found(example: str, better: str) -> None:
-    assert better in {hit.rsplit(": ", 1)[1] for hit in wrong(example)}
+    assert better in {hit.rsplit(": ", 1)[1] for hit in wrong(example, (*WORDS, *PROSE))}
     assert not wrong(f"`{example}` and [a link]({example.replace(' ', '-')})")
 
 
@@ -105,3 +151,19 @@ def test_messages_use_the_terms_of_the_field() -> None:
     templates = sorted(SOURCE.rglob("*.j2"))
     found |= {template.name: hits for template in templates if (hits := wrong(template.read_text("utf-8")))}
     assert not found
+
+
+def test_docstrings_use_the_terms_of_the_field() -> None:
+    found = [text for module in sorted(SOURCE.rglob("*.py")) for text in docstrings(module)]
+    assert len(found) > 1000
+    assert not [(name, hits) for name, text in found if (hits := wrong(text, DOCSTRINGS))]
+
+
+def test_names_are_terms_of_the_field() -> None:
+    used = {
+        (module.relative_to(SOURCE).as_posix(), name)
+        for module in SOURCE.rglob("*.py")
+        for name in names(module)
+        if PRIVATE & {word.lower().removesuffix("s") for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
+    }
+    assert not used

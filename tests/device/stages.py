@@ -31,7 +31,7 @@ from tomoe.finetuning.repair import repair
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.model.stored import StoredModel
-from tomoe.moe.modeling_tomoe import CACHE, WAYS
+from tomoe.moe.modeling_tomoe import BACKENDS, CACHE
 from tomoe.pipeline.convert import convert
 from tomoe.plans.partition.elimination import backward_elimination
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -135,7 +135,7 @@ class Stages:
         """One prefill with each way to run the experts."""
         model: Any = load_model(str(self.moe), "float32", self.device)
         made = []
-        for backend in ("auto", *WAYS["experts"]):
+        for backend in ("auto", *BACKENDS["experts"]):
             model.config.tomoe_expert_backend = backend
             with torch.no_grad():
                 made.append(unwrapped(model(tokens(2, 24, seed=5).to(self.device)).logits))

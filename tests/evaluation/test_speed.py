@@ -19,13 +19,13 @@ from transformers import DynamicCache
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, refused
 from tomoe.evaluation.speed import throughput, timings
-from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
+from tomoe.evaluation.speed.same_kernel import backends_of, run_everything, set_to
 from tomoe.evaluation.speed.throughput import STEPS, Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.methods.inputs import plan_inputs
 from tomoe.model.structure import CACHE, shape_of
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, choices_of
+from tomoe.moe.modeling_tomoe import BACKENDS, FEW_TOKENS, choices_of
 
 D, C, LAYERS, KV, VOCAB = 32, 8, 2, 2, 64  # the pico qwen2
 
@@ -92,8 +92,8 @@ def test_bytes_are_the_rows_that_operators_read(
     moe.config.tomoe_expert_backend = "runs"
     ids = tokens(*size)
     for step in ("router logits", "logits"):  # products that PyTorch sees
-        *_, last = WAYS[step]
-        monkeypatch.setitem(WAYS, step, {last: WAYS[step][last]})
+        *_, last = BACKENDS[step]
+        monkeypatch.setitem(BACKENDS, step, {last: BACKENDS[step][last]})
     for model, begun in ((dense, 0), (moe, 0), (moe, 3)):
         # routing depends on what came before
         kept = throughput.prefill(model, tokens(size[0], begun, seed=3)) if begun else None
@@ -221,7 +221,7 @@ def test_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cell.ratio_low, cell.ratio_high) == (1.5, 2.5)
     assert (cell.phase, cell.batch, cell.prompt, cell.dtype, cell.runs) == ("prefill", 2, 8, "float32", 3)
     assert cell.bound == pytest.approx(1 / make_plan(pair.dense, "static").active_fraction())
-    assert (cell.backend, cell.verdict) == (ways(pair.moe, 16), "faster")
+    assert (cell.backend, cell.verdict) == (backends_of(pair.moe, 16), "faster")
     assert replace(cell, ratio_low=0.9).verdict == "even"
     assert replace(cell, ratio_low=0.7, ratio_high=0.9).verdict == "SLOWER"
 
@@ -256,20 +256,20 @@ def test_a_cell_that_is_too_slow_is_left_out(pair: Pair) -> None:
 
 def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = pair.moe
-    assert ways(pair.dense, 4) == "-"
-    assert ways(moe, 4) in WAYS["experts"]
+    assert backends_of(pair.dense, 4) == "-"
+    assert backends_of(moe, 4) in BACKENDS["experts"]
     # without kernels of the package
-    monkeypatch.setitem(WAYS, "experts", {name: WAYS["experts"][name] for name in ("runs", "masked")})
-    assert [ways(moe, n) for n in (4, 4000)] == ["masked", "runs"]
+    monkeypatch.setitem(BACKENDS, "experts", {name: BACKENDS["experts"][name] for name in ("runs", "masked")})
+    assert [backends_of(moe, n) for n in (4, 4000)] == ["masked", "runs"]
     monkeypatch.setattr(moe.config, "tomoe_expert_backend", "runs")
-    assert ways(moe, 4) == "runs"
+    assert backends_of(moe, 4) == "runs"
 
 
-@pytest.mark.parametrize("way", ["native", "masked", "runs"])
+@pytest.mark.parametrize("backend", ["native", "masked", "runs"])
 @pytest.mark.parametrize("form", ["fine", "overlapping"])
-def test_all_experts_run_in_the_way_of_those_that_tokens_choose(pair: Pair, form: str, way: str) -> None:
+def test_all_experts_run_on_the_backend_of_those_that_tokens_choose(pair: Pair, form: str, backend: str) -> None:
     moe = fold(pair.dense, make_plan(pair.dense, "off", form=form))
-    whole, ids, found = everything(moe, way), pair.rows(2, 4), []
+    whole, ids, found = run_everything(moe, backend), pair.rows(2, 4), []
     assert whole is not None
     hooks = [mlp.register_forward_hook(lambda *called: found.append(called)) for mlp in moe.mlps()]
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_all_experts_run_in_the_way_of_those_that_tokens_choose(pair: Pair, form
         for _ in range(2):
             found.clear()
             with set_to(whole):
-                assert ways(moe, 8) == way
+                assert backends_of(moe, 8) == backend
                 moe(ids)
             for mlp, (x,), y in found:
                 meant = mlp.activations(x, slice(None)) @ mlp.down_proj
@@ -288,11 +288,11 @@ def test_all_experts_run_in_the_way_of_those_that_tokens_choose(pair: Pair, form
 
 
 def test_all_inputs_run_in_the_way_of_those_that_tokens_choose(pair: Pair, inputs: Any) -> None:
-    assert ways(inputs, 1) == ways(inputs, FEW_TOKENS + 1) == "masked"
+    assert backends_of(inputs, 1) == backends_of(inputs, FEW_TOKENS + 1) == "masked"
     with set_to([(inputs.config, "tomoe_prompts", "whole")]):
-        assert ways(inputs, 1) == "masked"
-        assert everything(inputs, ways(inputs, FEW_TOKENS + 1)) is None, "such a pass uses all inputs"
-    whole, ids = everything(inputs, ways(inputs, 1)), pair.rows(1, 1)
+        assert backends_of(inputs, 1) == "masked"
+        assert run_everything(inputs, backends_of(inputs, FEW_TOKENS + 1)) is None, "such a pass uses all inputs"
+    whole, ids = run_everything(inputs, backends_of(inputs, 1)), pair.rows(1, 1)
     assert whole is not None
     with torch.no_grad():
         meant, before = pair.dense(ids).logits, inputs(ids).logits
@@ -304,8 +304,8 @@ def test_all_inputs_run_in_the_way_of_those_that_tokens_choose(pair: Pair, input
 
 
 def test_nothing_is_timed_again_where_no_single_way_ran(pair: Pair) -> None:
-    assert everything(pair.dense, ways(pair.dense, 1)) is None
-    assert everything(pair.moe, "native, masked") is None
+    assert run_everything(pair.dense, backends_of(pair.dense, 1)) is None
+    assert run_everything(pair.moe, "native, masked") is None
 
 
 @pytest.mark.slow

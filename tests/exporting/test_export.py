@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-import tomoe.exporting.stock.carrier as carrier
+import tomoe.exporting.stock.architecture as architecture
 import tomoe.exporting.writing as writing
 from conftest import LLAMA3_ROPE, make_pico, tokens
 from pico_files import SMALL, CommandLine, contents, pico_recipe, proved, write_folded, write_pico, write_text
@@ -26,7 +26,7 @@ from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
 from tomoe.exporting.agreement import BOUNDS, agree, judge, record, summarize
-from tomoe.exporting.stock.carrier import Carrier, StockLayout
+from tomoe.exporting.stock.architecture import StockArch, StockLayout
 from tomoe.exporting.stock.table import Mixtral
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
@@ -117,7 +117,7 @@ def test_what_a_short_text_does_not_reach_is_tried(
     assert [tried["what"] for tried in proved(done, tmp_path / "right")["far"]] == list(edges.values())
     for edge, words in edges.items():
         assert f"{words} largest difference" in " ".join(done.out.split())
-        monkeypatch.setattr(carrier, "write_config", partial(without_the_edge, edge))
+        monkeypatch.setattr(architecture, "write_config", partial(without_the_edge, edge))
         failed = tomoe(*export, tmp_path / "out")
         assert failed.code == 2
         assert f"would not be the same model: {words} its predictions differ by" in " ".join(failed.err.split())
@@ -148,7 +148,7 @@ def full(*_: object, **__: object) -> None:
 
 
 def wrong(target: Mixtral, mlp: ToMoEMLP, layout: StockLayout, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up, down = Carrier.matrices(target, mlp, layout, expert)
+    gate, up, down = StockArch.matrices(target, mlp, layout, expert)
     return gate, up, (1.05 if mlp.layer_idx == 1 and expert == 0 else 1) * down
 
 

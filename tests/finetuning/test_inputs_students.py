@@ -19,7 +19,7 @@ from tomoe.finetuning.students import FinetuneStep, MoEStudent
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.kernels import inputs as kernels
-from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, choices_of, chosen_inputs, column_norms, matrix_of
+from tomoe.moe.modeling_tomoe import BACKENDS, ToMoEForCausalLM, choices_of, chosen_inputs, column_norms, matrix_of
 from tomoe.plans import InputsPlan
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
@@ -71,7 +71,7 @@ def clear_text(dense: PreTrainedModel, plan: InputsPlan) -> Text:
 def test_the_gradient_is_that_of_the_masked_product(family: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of KL(teacher || student) over the tokens that are no padding, by autograd through products with constant masks."""
     if not kernel:
-        monkeypatch.setitem(WAYS, "largest inputs", {"pytorch": WAYS["largest inputs"]["pytorch"]})
+        monkeypatch.setitem(BACKENDS, "largest inputs", {"pytorch": BACKENDS["largest inputs"]["pytorch"]})
     dense = make_pico(family)
     plan = make_inputs_plan(dense)
     moe, batch = fold(make_pico(family), plan), clear_text(dense, plan).batch(0, 0, 1, 1, 0)
@@ -152,8 +152,8 @@ def test_what_is_learned_is_masked_and_reloaded_alike(family: str, dtype: torch.
     dense = dense_of(moe, family)
     for active in (plan.active, 0.8, 1.0):
         reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", tomoe_active=active, dtype=torch.float32)
-        batch = clear_text(dense, dial := InputsPlan(**(vars(plan) | {"active": active}))).batch(0, 0, 1, 1, 0)
-        with inputs_masked(dense, dial.inputs()), torch.no_grad():
+        batch = clear_text(dense, other := InputsPlan(**(vars(plan) | {"active": active}))).batch(0, 0, 1, 1, 0)
+        with inputs_masked(dense, other.inputs()), torch.no_grad():
             assert_same(reloaded(batch.input_ids).logits, dense(batch.input_ids).logits)
 
 

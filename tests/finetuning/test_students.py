@@ -19,7 +19,7 @@ from tomoe.errors import UserError
 from tomoe.finetuning import students
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_packages
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import BACKENDS, ToMoEForCausalLM
 from tomoe.plans import ALWAYS, Plan
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
@@ -124,7 +124,7 @@ def test_the_pseudo_moe_has_the_same_gradients(family: str, attention: str, form
 @pytest.mark.parametrize("form", FORMS)
 def test_every_backend_has_the_same_gradients(form: str) -> None:
     expected = gradients(recipe(), "llama", "off", pseudo=True, form=form)
-    for backend in ("auto", *WAYS["experts"]):
+    for backend in ("auto", *BACKENDS["experts"]):
         assert_alike(gradients(recipe(), "llama", "off", backend=backend, form=form), expected, 1e-4)
 
 
@@ -164,7 +164,7 @@ def test_the_pseudo_moe_becomes_the_same_model(family: str, form: str, tmp_path:
     for i, (a, b) in enumerate(zip(plan.layers, other.layers, strict=True)):
         router = moe.model.layers[i].mlp.router.weight
         assert torch.equal(a.router_weight, router)
-        assert torch.equal(router, router.bfloat16().float()), "a carrier in bfloat16 could not hold it"
+        assert torch.equal(router, router.bfloat16().float()), "an export in bfloat16 could not hold it"
         assert torch.equal(b.router_weight, folded.model.layers[i].mlp.router.weight)
         assert not torch.equal(router, before.model.layers[i].mlp.router.weight)
         if form == "fine":

@@ -13,7 +13,7 @@ from conftest import make_pico
 from pico_files import CommandLine, write_pico
 from tomoe.errors import UserError
 from tomoe.memory import doctor, estimate
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.structure import shape_of
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.tuning_memory import Tuning
@@ -52,7 +52,7 @@ def test_remedies_are_settings_with_which_training_may_fit(deep: Path, monkeypat
     found = doctor.examine(recipe)
 
     def needed(*settings: str) -> int:
-        return estimate.least_memory(found.sizes, *settled(recipe.changed(settings)))[0].total
+        return estimate.least_memory(found.sizes, *resolve_method(recipe.changed(settings)))[0].total
 
     checkpointed, shorter, single = "train.gradient_checkpointing=true", "data.seq_len=256", "train.batch_size=1"
     assert needed(single) < needed(checkpointed) < needed(shorter) < needed()

@@ -15,7 +15,7 @@ from pico_files import CommandLine, write_pico
 from tomoe.memory import duration
 from tomoe.memory.duration import Speed, Work, works_of
 from tomoe.memory.estimate import sizes_of
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.recipe.conversion import Recipe
 
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -29,7 +29,7 @@ def counted(name: str, fitted: int) -> dict[str, float]:
     recipe = Recipe.load(
         None, ["device=cpu", f"method.name={name}", f"repair.tokens={fitted}", "data.tokens=30000", *keys]
     )
-    told = {work.stage: work for work in works_of(sizes_of(model.config, recipe), *settled(recipe))}
+    told = {work.stage: work for work in works_of(sizes_of(model.config, recipe), *resolve_method(recipe))}
     with FlopCounterMode(display=False) as carving:
         plan = tomoe.plan(model, name, text, active=0.6, recipe={k: v for k, v in SETTINGS.items() if k != "active"})
     with FlopCounterMode(display=False) as repair:

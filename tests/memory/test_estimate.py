@@ -21,7 +21,7 @@ from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
 from tomoe.methods.inputs import input_costs
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.method import ToMoE, new_network, trainable_bytes
 from tomoe.methods.tomoe.networks import mask_network
@@ -34,7 +34,7 @@ from tomoe.model.structure import shape_of
 from tomoe.plans.partition import experts as partition
 from tomoe.plans.partition.elimination import elimination_bytes
 from tomoe.plans.partition.experts import fine_bytes
-from tomoe.plans.partition.layouts import FineLayout, Layout, OverlappingLayout, settle_layout
+from tomoe.plans.partition.layouts import FineLayout, Layout, OverlappingLayout, layout_of
 from tomoe.plans.repair.equations import FewTokens, NormalEquations, refit
 from tomoe.plans.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
@@ -153,7 +153,7 @@ def test_what_a_carve_holds_of_all_calibration_tokens(
     sizes = [f"experts.form={form}", f"experts.num_experts={experts}", f"active={active}"]
     sizes.append("data.calibration_tokens=2048")
     recipe, model = Recipe.load(None, sizes), make_pico("llama", intermediate_size=256).to(dtype)
-    layout = settle_layout(recipe, shape_of(model))
+    layout = layout_of(recipe, shape_of(model))
     net = new_network(recipe, model)
     ids = tokens(64, 32)
     of_all = shape_of(model), dtype, recipe.data.calibration_tokens
@@ -166,7 +166,7 @@ def test_what_a_carve_holds_of_all_calibration_tokens(
 @pytest.mark.parametrize("vocab_size", [64, 4096])
 def test_choosing_inputs_holds_one_sequence_at_a_time(vocab_size: int) -> None:
     model = make_pico("qwen2", **WIDE, vocab_size=vocab_size)
-    inputs, recipe = settled(Recipe.load(None, ["method.name=inputs", "train.dtype=float32"]))
+    inputs, recipe = resolve_method(Recipe.load(None, ["method.name=inputs", "train.dtype=float32"]))
     choosing, _ = estimate.least_memory(estimate.sizes_of(model.config, recipe), inputs, recipe)
     ids = tokens(3, recipe.data.seq_len)
     with Peak(model.parameters()) as peak:
@@ -208,8 +208,8 @@ def test_a_run_that_cannot_fit_does_not_begin(
     training, *_ = stages(model, recipe)
     command = [model, "--data", text, *small(), "-o", tmp_path / "out"]
     free(monkeypatch, too_little(training))
-    for verb in ("train", "convert"):
-        refused = tomoe(verb, *command)
+    for name in ("train", "convert"):
+        refused = tomoe(name, *command)
         assert refused.code == 2
         assert refused.err.count("\n") == 1
         assert refused.err.startswith("tomoe: training needs about ")
@@ -238,13 +238,13 @@ def test_repair_counts_streams_and_the_plan(mode: str, monkeypatch: pytest.Monke
     ids = tokens(4, 16)
     plan = repair_plan(make_plan(model, "off"), model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.repair)
     sizes = estimate.sizes_of(model.config, recipe)
-    carving, repair, folding = estimate.least_memory(sizes, *settled(recipe.changed(["train.steps=0"])))
+    carving, repair, folding = estimate.least_memory(sizes, *resolve_method(recipe.changed(["train.steps=0"])))
     assert (carving.stage, repair.stage, folding.stage) == ("carving", "repair", "folding")
     assert repair.parts["hidden states"] == sum(t.nbytes for t in streams if t.shape[:2] == ids.shape)
     refits = sum(t.nbytes for layer in plan.layers for t in layer.refit.values())
     assert repair.parts["refitted projections"] == folding.parts["refitted projections"] == refits
     assert refits < 4 * 2 * 32 * 256 or mode == "full"
-    bare = estimate.least_memory(sizes, *settled(recipe.changed(["train.steps=0", "repair.mode=none"])))
+    bare = estimate.least_memory(sizes, *resolve_method(recipe.changed(["train.steps=0", "repair.mode=none"])))
     assert [need.stage for need in bare] == ["carving", "folding"]
     assert folding.total - bare[1].total == refits
 
@@ -280,7 +280,7 @@ def test_hidden_states_in_a_file_take_no_memory() -> None:
 def stages(folder: Path, recipe: Recipe) -> tuple[estimate.MemoryEstimate, ...]:
     """What converting the model in a folder needs."""
     sizes = estimate.sizes_of(load_config(str(folder)), recipe)
-    return estimate.least_memory(sizes, *settled(recipe))
+    return estimate.least_memory(sizes, *resolve_method(recipe))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_the_measured_peaks_of_a_large_model(monkeypatch: pytest.MonkeyPatch) ->
     )
     paper, default = Recipe.load("paper", ["active=0.5"]), Recipe(active=0.5)
     sizes = estimate.sizes_of(config, paper)
-    training, *_ = estimate.least_memory(sizes, *settled(paper))
+    training, *_ = estimate.least_memory(sizes, *resolve_method(paper))
     assert training.total == pytest.approx(36e9, rel=estimate.MARGIN)
     assert estimate.main_memory(estimate.sizes_of(config, default), default).total == pytest.approx(
         18e9, rel=estimate.MARGIN
@@ -400,5 +400,5 @@ def test_the_measured_peak_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> 
     changes = ["experts.form=overlapping", "train.steps=500", "train.compute_dtype=stored", "repair.mode=none"]
     recipe = Recipe.load(None, [*changes, "device=cpu", "data.seq_len=512"])
     sizes = estimate.sizes_of(config, recipe)
-    training, *_ = estimate.least_memory(sizes, *settled(recipe))
+    training, *_ = estimate.least_memory(sizes, *resolve_method(recipe))
     assert training.total + 0.6e9 == pytest.approx(1.63e9, rel=estimate.MARGIN)

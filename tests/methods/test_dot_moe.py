@@ -184,9 +184,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def command(place: Path, verb: str, out: Path, *more: str) -> list[str]:
+def command(place: Path, name: str, out: Path, *more: str) -> list[str]:
     sets = [f"--set={key}={value}" for key, value in SIZES.items()]
-    words = [verb, place / "dense", "--method", "dot_moe", "--active", "0.6", "--data", place / "text.txt", "-o", out]
+    words = [name, place / "dense", "--method", "dot_moe", "--active", "0.6", "--data", place / "text.txt", "-o", out]
     return [str(word) for word in (*words, *sets, *more)]
 
 

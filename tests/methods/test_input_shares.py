@@ -55,13 +55,13 @@ def test_the_path_is_the_cheapest_where_no_floor_is_met() -> None:
     scales, columns = (1.0, 1.3, 0.8), (8, 8, 8)
     layers, curves = layers_of(*columns), costs_of(*map(quadratic, scales))
     total = WIDTH * sum(columns)
-    for knot in cheapest_path(layers, curves, total, 0.8):
-        if knot.active < 0.6:
+    for point in cheapest_path(layers, curves, total, 0.8):
+        if point.active < 0.6:
             continue
-        # between two levels a knot has a part of a step
-        levels = [LEVELS.index(min(LEVELS, key=lambda share: abs(share - n / WIDTH))) for n in knot.inputs["up"]]
+        # between two levels a point has a part of a step
+        levels = [LEVELS.index(min(LEVELS, key=lambda share: abs(share - n / WIDTH))) for n in point.inputs["up"]]
         cost = sum(float(curves[i, "up"][level]) for i, level in enumerate(levels))
-        used = sum(knot.inputs["up"])
+        used = sum(point.inputs["up"])
         others = (
             sum(float(curves[i, "up"][level]) for i, level in enumerate(combination))
             for combination in itertools.product(range(len(LEVELS)), repeat=3)
@@ -77,15 +77,15 @@ def test_no_projection_is_starved() -> None:
     total = WIDTH * sum(columns)
     concave = [1e-4 * (1 - level) ** 0.5 for level in LEVELS]
     path = cheapest_path(layers, costs_of(concave, *map(quadratic, (1.0, 5.0, 2.0))), total, 0.45)
-    assert min(abs(knot.active - 0.45) for knot in path) < max(columns) / total
+    assert min(abs(point.active - 0.45) for point in path) < max(columns) / total
     assert path[-1].inputs["up"] == [inputs_at_level(WIDTH, len(LEVELS) - 1)] * 4
-    for knot in path:
-        used = sum(n * c for n, c in zip(knot.inputs["up"], columns, strict=True))
-        assert knot.active == pytest.approx(used / total)
-        least = min(knot.inputs["up"]) / WIDTH
-        # a knot between two steps has a part of the next one, and no level is lower than the floor was before it
-        assert least >= inputs.FLOOR * knot.active - 1e-9
-        if knot.active > 0.2 and min(knot.inputs["up"][1:]) < WIDTH:
-            assert least < inputs.FLOOR * knot.active + 0.05, "it gives what it may"
+    for point in path:
+        used = sum(n * c for n, c in zip(point.inputs["up"], columns, strict=True))
+        assert point.active == pytest.approx(used / total)
+        least = min(point.inputs["up"]) / WIDTH
+        # a point between two steps has a part of the next one, and no level is lower than the floor was before it
+        assert least >= inputs.MIN_SHARE * point.active - 1e-9
+        if point.active > 0.2 and min(point.inputs["up"][1:]) < WIDTH:
+            assert least < inputs.MIN_SHARE * point.active + 0.05, "it gives what it may"
     for before, after in itertools.pairwise(path):
         assert all(a <= b for a, b in zip(after.inputs["up"], before.inputs["up"], strict=True))

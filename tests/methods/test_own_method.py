@@ -121,28 +121,28 @@ def test_what_is_wrong_with_a_name_or_a_setting_is_said() -> None:
             registry.find(name)
     recipe = api.Recipe.load(None, ["method.name=carve", "method.topp=3"])
     with pytest.raises(UserError, match="settings of the method has no key 'topp'"):
-        registry.settled(recipe)
+        registry.resolve_method(recipe)
     for change, sentence in (("train.steps=3", "train.steps = 0, but it is 3"), ("start=random", "start = carved")):
         more = ["experts.form=overlapping"] if "random" in change else []
         with pytest.raises(UserError, match=sentence):
-            registry.settled(api.Recipe.load(None, ["method.name=carve", change, "train.steps=3", *more]))
+            registry.resolve_method(api.Recipe.load(None, ["method.name=carve", change, "train.steps=3", *more]))
     for name, target, sentence in (
         ("inputs", "gguf", r"makes \(a choice of inputs\); set target to hf, or method to carve, .* or tomoe"),
         ("carve", "mixtral", r"makes \(experts without overlap\); set target to hf, or method to static or tomoe"),
     ):
         with pytest.raises(UserError, match=f"target {target} does not support what method {name} {sentence}"):
-            registry.settled(api.Recipe.load(None, [f"method.name={name}", f"target={target}"]))
+            registry.resolve_method(api.Recipe.load(None, [f"method.name={name}", f"target={target}"]))
 
 
 def test_keys_are_checked_together_with_the_defaults_of_the_method(tmp_path: Path) -> None:
     own = "import tomoe\nclass Own(tomoe.Method):\n    kind, requires = 'overlapping', {}\n    defaults = {'train.steps': 9}"
     (tmp_path / "own.py").write_text(own)
     keys = [f"method.name={tmp_path / 'own.py'}:Own", "start=random"]
-    assert registry.settled(api.Recipe.load(None, keys))[1].train.steps == 9
+    assert registry.resolve_method(api.Recipe.load(None, keys))[1].train.steps == 9
     with pytest.raises(UserError, match="start = random leaves random masks"):
-        registry.settled(api.Recipe.load(None, [*keys, "train.steps=0"]))
+        registry.resolve_method(api.Recipe.load(None, [*keys, "train.steps=0"]))
     with pytest.raises(UserError, match=r"training takes thousands of passes \(train.steps is 300\)"):
-        registry.settled(api.Recipe.load(None, ["method.name=dot_moe", "offload=true", "data.sources=text.txt"]))
+        registry.resolve_method(api.Recipe.load(None, ["method.name=dot_moe", "offload=true", "data.sources=text.txt"]))
 
 
 def test_a_recipe_that_names_no_method_has_the_one_that_its_keys_are_of() -> None:
@@ -150,7 +150,7 @@ def test_a_recipe_that_names_no_method_has_the_one_that_its_keys_are_of() -> Non
         ([], "carve"), (["target=gguf"], "carve"), (["train.steps=1"], "tomoe"), (["start=random", "train.steps=1"], "tomoe"),
         (["attention.pruning=static"], "tomoe"), (["target=mixtral"], "tomoe"), (["method.name=inputs"], "inputs"),
     ):  # fmt: skip
-        method, recipe = registry.settled(api.Recipe.load(None, changes))
+        method, recipe = registry.resolve_method(api.Recipe.load(None, changes))
         assert (method.name, recipe.method.name) == (name, name)
         # once more changes nothing
-        assert registry.settled(recipe)[1] == recipe
+        assert registry.resolve_method(recipe)[1] == recipe

@@ -14,7 +14,7 @@ from stored_models import edit_config, edit_tensors, write_gguf
 from tomoe.errors import Note
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer
@@ -121,14 +121,14 @@ def test_weights_that_are_read_layer_by_layer_are_multiplied_as_whole_ones_are(
     assert offloaded(ids).logits.dtype == torch.float32
     assert torch.equal(offloaded(ids).logits, whole(ids).logits)
     assert fingerprint(offloaded) == fingerprint(whole)
-    base.stored_(offloaded)
+    base.to_stored_dtype_(offloaded)
     assert {p.dtype for p in offloaded.parameters()} == {torch.bfloat16}
 
 
 def test_float32_products_are_counted_in_memory(folder: Path) -> None:
     config = load_dense(str(folder / "dense"), torch.bfloat16).config
     recipes = [Recipe.load(None, ["device=cpu", f"train.compute_dtype={dtype}"]) for dtype in ("stored", "float32")]
-    half, whole = (least_memory(sizes_of(config, recipe), *settled(recipe))[0].parts for recipe in recipes)
+    half, whole = (least_memory(sizes_of(config, recipe), *resolve_method(recipe))[0].parts for recipe in recipes)
     assert 2 * half["weights in bfloat16"] == whole["weights in float32"]
 
 
@@ -168,7 +168,7 @@ def test_weights_that_a_conversion_rounds_are_named(model: Path, file: str, kept
         recipe = Recipe.load(None, [f"model={place}", "method.name=inputs", "device=cpu", *changes])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", Note)
-            open_dense(*settled(recipe), BaseWeights.of(recipe))
+            open_dense(*resolve_method(recipe), BaseWeights.of(recipe))
         return [str(warning.message) for warning in caught]
 
     said = [f"are stored in {words}, and are rounded to bfloat16" in message for message in opened()]

@@ -79,7 +79,7 @@ def test_models_decode_what_they_decoded(family: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(single_query, "DTYPE", torch.float32)
     model = make_pico(family)
     asked, before = Asked(monkeypatch), step(model)
-    single_query.use_(model)
+    single_query.use_matrix_products_(model)
     after = step(model)
     assert asked.times == model.config.num_hidden_layers
     assert (after - before).abs().max() < 1e-4 * before.abs().max()
@@ -89,7 +89,7 @@ def test_models_decode_what_they_decoded(family: str, monkeypatch: pytest.Monkey
 def test_a_family_that_compares_names_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_pico("llama")
     monkeypatch.setattr(inspect, "getsource", lambda _: 'if self.config._attn_implementation == "sdpa":')
-    single_query.use_(model)
+    single_query.use_matrix_products_(model)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -98,7 +98,7 @@ def test_pruned_heads_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other functions than eager and sdpa get them padded."""
     moe, _ = pico_moe("llama")
     moe.to(torch.bfloat16)
-    single_query.use_(moe)
+    single_query.use_matrix_products_(moe)
     asked, widths = Asked(monkeypatch), set()
     own = single_query.attend
 
@@ -149,5 +149,5 @@ def test_loaded_models_have_it(model: Path) -> None:
     # who chose another kind keeps it
     other = load(model, "bfloat16", "cpu")[0]
     other.set_attn_implementation("eager")
-    single_query.use_(other)
+    single_query.use_matrix_products_(other)
     assert other.config._attn_implementation == "eager"

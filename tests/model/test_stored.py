@@ -126,7 +126,7 @@ def test_an_entry_of_the_config_is_left_over_beside_plain_weights(model: Path, m
 
 def test_what_is_unpacked_as_a_whole_is_not_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_stored(tmp_path / "dense", "fp8 in blocks")
-    monkeypatch.setattr(stored, "settle_packing_", lambda *_: Packing("some_method", unpacked_whole=True))
+    monkeypatch.setattr(stored, "prepare_packing_", lambda *_: Packing("some_method", unpacked_at_once=True))
     with pytest.raises(UserError, match="cannot be sharded: some_method is unpacked as a whole"):
         load_dense(str(tmp_path / "dense"), torch.float32, shards=2)
 

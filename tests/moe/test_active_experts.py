@@ -14,7 +14,7 @@ from pico_files import CommandLine, refused
 from tomoe.cli.console import printable
 from tomoe.errors import UserError
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.moe.active_experts import dial_of, use_
+from tomoe.moe.active_experts import apply_setting_, runtime_settings
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def share(experts: int) -> float:
 
 def test_settings_in_numbers(fine: Path) -> None:
     """With more experts than planned, the layers use more in proportion to what they leave out."""
-    settings = dial_of(str(fine))
+    settings = runtime_settings(str(fine))
     by_hand = {1: 1 + 1, 2: 2 + 1, 3: 3 + 2, 5: 5 + 4, 8: 8 + 8}
     for k, experts in by_hand.items():
         assert settings.setting(k).active_fraction == pytest.approx(share(experts)), k
@@ -49,13 +49,13 @@ def test_settings_in_numbers(fine: Path) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 4, 8])
-def test_counts_follow_the_dial(fine: Path, k: int) -> None:
+def test_counts_follow_the_setting(fine: Path, k: int) -> None:
     """What is set on a loaded model is what loading with it gives, and the counts know it."""
     moe = AutoModelForCausalLM.from_pretrained(fine)
     planned = model_facts(moe)
-    use_(moe, dial_of(str(fine)).setting(k))
+    apply_setting_(moe, runtime_settings(str(fine)).setting(k))
     facts = model_facts(moe)
-    assert facts["active_share"] == pytest.approx(dial_of(str(fine)).setting(k).active_fraction)
+    assert facts["active_share"] == pytest.approx(runtime_settings(str(fine)).setting(k).active_fraction)
     assert facts["active_params"] - facts["active_block_params"] == (
         planned["active_params"] - planned["active_block_params"]
     )
@@ -90,7 +90,7 @@ def test_a_stock_model_with_a_shared_expert_counts_what_a_token_meets() -> None:
     assert facts["block_params"] == 3 * attention + dense + 2 * ((16 + 1) * expert + router)
 
 
-def test_what_cannot_be_dialed_says_why(tmp_path: Path) -> None:
+def test_what_has_no_runtime_settings_says_why(tmp_path: Path) -> None:
     make_pico("qwen2").save_pretrained(tmp_path / "dense")
     pico_folder(tmp_path / "overlapping", "qwen2", "off")
     MixtralConfig().save_pretrained(tmp_path / "stock")
@@ -100,13 +100,13 @@ def test_what_cannot_be_dialed_says_why(tmp_path: Path) -> None:
         "stock": "a model of the type mixtral, which `tomoe convert` did not write; the converted folder",
     }.items():
         with pytest.raises(UserError, match=words):
-            dial_of(str(tmp_path / name))
+            runtime_settings(str(tmp_path / name))
 
 
 @pytest.mark.slow
 def test_generating_with_another_number_of_experts(tomoe: CommandLine, converted_fine: Path) -> None:
     folder = converted_fine / "moe"
-    setting = dial_of(str(folder)).nearest(0.4)
+    setting = runtime_settings(str(folder)).nearest(0.4)
     done = tomoe("generate", folder, "the sea", "--active", "40%", "--max-new-tokens", "8")
     assert done.code == 0, done.err
     assert done.err == f"{setting}\n"

@@ -1,4 +1,4 @@
-"""Ways to run experts: every backend computes what one float64 product per token and neuron computes."""
+"""Expert backends: each computes what one float64 product per token and neuron computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels import gpu
-from tomoe.moe.modeling_tomoe import WAYS, ToMoEMLP, Way
+from tomoe.moe.modeling_tomoe import BACKENDS, Backend, ToMoEMLP
 
 ROUNDOFF = 2.0**-8  # of bfloat16
 
@@ -70,7 +70,7 @@ CASES = {
     "fine, one expert a token, many tokens": Case(tokens=300, experts=9, width=20, union=200, top_k=1),
 }
 ALL = pytest.mark.parametrize("name", CASES)
-BACKENDS = pytest.mark.parametrize("backend", list(WAYS["experts"]))
+EACH_BACKEND = pytest.mark.parametrize("backend", list(BACKENDS["experts"]))
 
 
 PARTS = {
@@ -150,11 +150,11 @@ def expected_of(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @ALL
-@BACKENDS
+@EACH_BACKEND
 def test_backends_compute_the_experts(name: str, backend: str) -> None:
     mlp, (x, expert_ids) = make_mlp(CASES[name]), make_inputs(CASES[name])
     expected, _ = expected_of(name, torch.float32)
-    y = WAYS["experts"][backend].run(mlp, x, expert_ids)
+    y = BACKENDS["experts"][backend].run(mlp, x, expert_ids)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     scale = max(1.0, float(expected.abs().max())) if len(x) else 1.0
     torch.testing.assert_close(y.double(), expected, atol=1e-5 * scale, rtol=0)
@@ -166,23 +166,23 @@ def run_reference(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 @ALL
-@BACKENDS
+@EACH_BACKEND
 def test_bfloat16_rounds_no_more_often_than_it_must(name: str, backend: str) -> None:
     """With u the unit roundoff and |act(g)| <= |g|, |act'| <= 1.1: rounding g costs 1.1 u |g v|, act(g), v and their
     product u |g v| each, a partial sum over a block u |g v d|: 5.1 u in all, 6 u with terms of second order."""
     mlp, (x, expert_ids) = make_mlp(CASES[name], torch.bfloat16), make_inputs(CASES[name], torch.bfloat16)
     expected, sizes = expected_of(name, torch.bfloat16)
-    y = WAYS["experts"][backend].run(mlp, x, expert_ids)
+    y = BACKENDS["experts"][backend].run(mlp, x, expert_ids)
     assert y.dtype == torch.bfloat16
     excess = (y.double() - expected).abs() - 6 * ROUNDOFF * sizes - ROUNDOFF * expected.abs()
     assert not len(x) or excess.max() <= 0
 
 
-@BACKENDS
+@EACH_BACKEND
 @pytest.mark.parametrize("name", ["plain", "odd sizes", "biases", "no gate", "empty experts"])
 def test_gradients_are_those_of_the_reference(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    monkeypatch.setitem(WAYS["experts"], "reference", Way(run_reference))
+    monkeypatch.setitem(BACKENDS["experts"], "reference", Backend(run_reference))
 
     def gradients(backend: str) -> dict[str, Tensor]:
         mlp = make_mlp(case).requires_grad_()
@@ -197,7 +197,7 @@ def test_gradients_are_those_of_the_reference(name: str, backend: str, monkeypat
         torch.testing.assert_close(y[which], gradient, atol=1e-4, rtol=1e-4, msg=lambda m, w=which: f"{w}: {m}")
 
 
-@BACKENDS
+@EACH_BACKEND
 def test_any_batch_shape(backend: str) -> None:
     mlp = make_mlp(CASES["biases"])
     mlp.config.tomoe_expert_backend = backend
@@ -213,7 +213,7 @@ def test_masking_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
     monkeypatch.setattr(modeling_tomoe, "MASKED_ELEMENTS", 200)  # five tokens at once
     torch.testing.assert_close(
-        WAYS["experts"]["masked"].run(mlp, x, expert_ids), run_reference(mlp, x, expert_ids), atol=1e-5, rtol=0
+        BACKENDS["experts"]["masked"].run(mlp, x, expert_ids), run_reference(mlp, x, expert_ids), atol=1e-5, rtol=0
     )
 
 
@@ -229,14 +229,16 @@ def test_runs_are_the_long_ones_and_the_rest_is_gathered(monkeypatch: pytest.Mon
     ]
     x, expert_ids = make_inputs(Case(experts=2))
     expected, _ = one_by_one(mlp, x, expert_ids)
-    torch.testing.assert_close(WAYS["experts"]["runs"].run(mlp, x, expert_ids).double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        BACKENDS["experts"]["runs"].run(mlp, x, expert_ids).double(), expected, atol=1e-5, rtol=0
+    )
 
 
-@BACKENDS
+@EACH_BACKEND
 def test_what_is_kept_follows_the_weights(backend: str) -> None:
     """Cached structures are rebuilt after a load, a change in place, a move, and are not shared with a copy."""
     first, (x, expert_ids) = make_mlp(CASES["plain"]), make_inputs(CASES["plain"])
-    run = WAYS["experts"][backend].run
+    run = BACKENDS["experts"][backend].run
     before = run(first, x, expert_ids)
     other = make_mlp(CASES["plain"])
     other.expert_rows.copy_((other.expert_rows + 7) % 40).copy_(other.expert_rows.sort().values)
@@ -280,7 +282,7 @@ def test_every_size_of_a_few_tokens_has_a_graph_of_its_own(monkeypatch: pytest.M
 def test_experts_for_a_gpu_do_not_break_a_graph(backend: str) -> None:
     case = CASES["fine, wide experts"]
     mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case)
-    run = torch.compile(WAYS["experts"][backend].run, backend="eager", fullgraph=True)
+    run = torch.compile(BACKENDS["experts"][backend].run, backend="eager", fullgraph=True)
     with torch.no_grad():
-        y = WAYS["experts"]["masked"].run(mlp, x.bfloat16(), expert_ids)
+        y = BACKENDS["experts"]["masked"].run(mlp, x.bfloat16(), expert_ids)
         torch.testing.assert_close(run(mlp, x.bfloat16(), expert_ids), y, atol=0.02 * float(y.abs().max()), rtol=0)

@@ -319,6 +319,6 @@ def test_attention_beside_experts_decodes_by_it(attention: str, monkeypatch: pyt
     assert {name.rpartition(".")[2] for name, module in moe.named_modules() if module in ran} == {
         "q_proj", "k_proj", "v_proj", "o_proj",
     }  # fmt: skip
-    monkeypatch.setattr(linear, "suits", lambda *_: False)
+    monkeypatch.setattr(linear, "supports", lambda *_: False)
     rounding = (moe(ids).logits - precise).norm()
     assert (found - precise).norm() <= 2 * rounding

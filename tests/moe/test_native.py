@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tomoe.moe.kernels import build, native
-from tomoe.moe.kernels.native import Way
-from tomoe.moe.modeling_tomoe import WAYS, choose_backend
+from tomoe.moe.kernels.native import Algorithm
+from tomoe.moe.modeling_tomoe import BACKENDS, choose_backend
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +155,7 @@ def test_another_device_does_not_ask_the_processor(monkeypatch: pytest.MonkeyPat
     )
     for amx in (False, True):
         monkeypatch.setattr(native, "PROCESSOR", {"amx_bf16": amx})
-        assert not native.suits(fine, x)
+        assert not native.supports(fine, x)
 
 
 @cache
@@ -173,7 +173,7 @@ def test_registers_of_the_other_width_compute_the_experts(name: str, monkeypatch
     wide = bool(native.PROCESSOR.get("avx512_f"))
     other = native._typed(library_with(f"-DWIDE_REGISTERS={int(not wide)}"))
     monkeypatch.setattr(native, "kernel", lambda: other)
-    monkeypatch.setattr(native, "fastest_way", lambda *_: Way.ROWS)
+    monkeypatch.setattr(native, "fastest_algorithm", lambda *_: Algorithm.ROWS)
     test_experts.test_backends_compute_the_experts(name, "native")
     test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 
@@ -183,8 +183,12 @@ def test_a_compiler_that_is_told_of_no_processor_builds_it(monkeypatch: pytest.M
     """Nothing that only some processors have is needed: so it builds on ARM, too."""
     monkeypatch.setattr(build, "FLAGS", tuple(flag for flag in build.FLAGS if not flag.startswith("-march")))
     run = native._typed(build.load.__wrapped__(native.SOURCE))
-    for dtype, way in ((torch.float32, Way.ROWS), (torch.bfloat16, Way.ROWS), (torch.bfloat16, Way.MATRIX)):
-        assert all(native._agrees_with_pytorch(run, dtype, fine, way) for fine in (False, True))
+    for dtype, how in (
+        (torch.float32, Algorithm.ROWS),
+        (torch.bfloat16, Algorithm.ROWS),
+        (torch.bfloat16, Algorithm.MATRIX),
+    ):
+        assert all(native._agrees_with_pytorch(run, dtype, fine, how) for fine in (False, True))
 
 
 # Products of tiles by the units of this processor, if it has them, and in plain C++ as processors with AVX-512 and others run it.
@@ -197,10 +201,10 @@ def in_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     kernel = native._typed(library_with(*request.param))
     monkeypatch.setattr(native, "kernel", lambda: kernel)
 
-    def way(tokens: int, size: int, dtype: torch.dtype) -> Way:
-        return Way.MATRIX if dtype == torch.bfloat16 and size % native.MATRIX_DIMS == 0 else Way.ROWS
+    def algorithm(tokens: int, size: int, dtype: torch.dtype) -> Algorithm:
+        return Algorithm.MATRIX if dtype == torch.bfloat16 and size % native.MATRIX_DIMS == 0 else Algorithm.ROWS
 
-    monkeypatch.setattr(native, "fastest_way", way)
+    monkeypatch.setattr(native, "fastest_algorithm", algorithm)
 
 
 @compiled
@@ -219,7 +223,7 @@ def test_tiles_of_any_number_of_threads_or_chunks_give_the_same(
     for threads in (2, 3, 1):
         set_threads(threads)
         assert torch.equal(native.run_native(mlp, x, expert_ids), expected)
-    monkeypatch.setattr(native, "AT_ONCE", dict.fromkeys((False, True), dict.fromkeys(Way, 41)))
+    monkeypatch.setattr(native, "AT_ONCE", dict.fromkeys((False, True), dict.fromkeys(Algorithm, 41)))
     found = native.run_native(mlp, x, expert_ids)
     torch.testing.assert_close(found, expected, atol=2.0**-7 * float(expected.abs().max()), rtol=0)
 
@@ -243,7 +247,7 @@ CAPABILITIES = {
 
 
 def measured() -> list[list[str]]:
-    lines = Path(__file__).with_name("measured_ways.txt").read_text().splitlines()
+    lines = Path(__file__).with_name("measured_algorithms.txt").read_text().splitlines()
     return [line.split() for line in lines if not line.startswith("#")]
 
 
@@ -259,8 +263,8 @@ def test_auto_takes_what_was_the_fastest_where_it_was_measured(processor: str, m
         dtype, hidden = getattr(torch, name), int(shape.split("x")[0])
         mlp = make_mlp(replace(CASES["fine"] if form == "fine" else Case(), hidden=hidden), dtype)
         taken = choose_backend(mlp, torch.empty(int(tokens), hidden, dtype=dtype))
-        way = native.fastest_way(int(tokens), hidden, dtype)
-        found = float(ratios[way]) if taken == "native" and way is not None else 1.0
+        algorithm = native.fastest_algorithm(int(tokens), hidden, dtype)
+        found = float(ratios[algorithm]) if taken == "native" and algorithm is not None else 1.0
         best = max(1.0, *(float(ratio) for ratio in ratios if ratio != "-"))
         assert found >= 0.95 * best, (form, shape, name, tokens)
 
@@ -303,7 +307,9 @@ def test_the_operator_is_one_that_pytorch_can_trust() -> None:
         mlp, (x, expert_ids) = make_mlp(case), make_inputs(case)
         weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
         kind = native.activation_kind(mlp)
-        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, Way.ROWS))
+        torch.library.opcheck(
+            native.experts, (x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, Algorithm.ROWS)
+        )
 
 
 def test_activations_are_known_by_what_they_compute() -> None:
@@ -358,7 +364,7 @@ def test_any_number_of_threads_gives_the_same_bytes(set_threads: Callable[[int],
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of overlapping experts are sorted first; each gets what is its own."""
-    monkeypatch.setattr(native, "AT_ONCE", dict.fromkeys((False, True), dict.fromkeys(Way, 7)))
+    monkeypatch.setattr(native, "AT_ONCE", dict.fromkeys((False, True), dict.fromkeys(Algorithm, 7)))
     test_experts.test_backends_compute_the_experts(name, "native")
     test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 
@@ -379,10 +385,10 @@ def test_neurons_of_experts_that_were_written_in_any_way_are_followed(name: str,
     """A version counter does not count what is written through `.data`, as averages of weights are."""
     case = CASES[name]
     mlp, (x, ids) = make_mlp(case), make_inputs(case)
-    run = WAYS["experts"][backend].run
+    run = BACKENDS["experts"][backend].run
     run(mlp, x, ids)
     mlp.expert_neurons.data.copy_(mlp.expert_neurons.flip(0).clone())
-    meant = WAYS["experts"]["masked"].run(mlp, x, (ids if not mlp.fine else mlp.num_experts - 1 - ids))
+    meant = BACKENDS["experts"]["masked"].run(mlp, x, (ids if not mlp.fine else mlp.num_experts - 1 - ids))
     if not mlp.fine:
         meant = one_by_one(mlp, x, ids)[0].to(x.dtype)
     torch.testing.assert_close(run(mlp, x, ids), meant, rtol=1e-4, atol=1e-5)
@@ -393,5 +399,5 @@ def test_an_activation_that_was_replaced_is_another_one() -> None:
     native.run_native(mlp, x, ids)
     mlp.activation = nn.ReLU()
     torch.testing.assert_close(
-        native.run_native(mlp, x, ids), WAYS["experts"]["masked"].run(mlp, x, ids), rtol=1e-4, atol=1e-5
+        native.run_native(mlp, x, ids), BACKENDS["experts"]["masked"].run(mlp, x, ids), rtol=1e-4, atol=1e-5
     )

@@ -10,26 +10,28 @@ from test_native import TILES, library_with
 from torch import Tensor
 
 from tomoe.moe.kernels import build, native, router
-from tomoe.moe.kernels.native import Way
-from tomoe.moe.modeling_tomoe import WAYS, Router, compute
+from tomoe.moe.kernels.native import Algorithm
+from tomoe.moe.modeling_tomoe import BACKENDS, Router, compute
 
 pytestmark = pytest.mark.slow
 compiled = pytest.mark.skipif(build.load(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP")
 
 
-@pytest.fixture(params=[Way.ROWS, *TILES], ids=["rows", "tiles of the processor", "plain tiles", "plain tiles, narrow"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """The way that everything goes that fits, whatever was the fastest here; PyTorch multiplies nothing."""
-    rows = request.param == Way.ROWS
+@pytest.fixture(
+    params=[Algorithm.ROWS, *TILES], ids=["rows", "tiles of the processor", "plain tiles", "plain tiles, narrow"]
+)
+def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Algorithm:
+    """The algorithm that everything goes that fits, whatever was the fastest here; PyTorch multiplies nothing."""
+    rows = request.param == Algorithm.ROWS
     multiply = router._typed(library_with(*(() if rows else request.param)))
     monkeypatch.setattr(router, "multiplier", lambda: multiply)
 
-    def fastest(tokens: int, size: int, dtype: torch.dtype) -> Way:
+    def fastest(tokens: int, size: int, dtype: torch.dtype) -> Algorithm:
         fits = dtype == torch.bfloat16 and size % native.MATRIX_DIMS == 0
-        return Way.MATRIX if fits and not rows else Way.ROWS
+        return Algorithm.MATRIX if fits and not rows else Algorithm.ROWS
 
-    monkeypatch.setattr(router, "fastest_way", fastest)
-    monkeypatch.delitem(WAYS["router logits"], "pytorch")
+    monkeypatch.setattr(router, "fastest_algorithm", fastest)
+    monkeypatch.delitem(BACKENDS["router logits"], "pytorch")
     return request.param
 
 
@@ -91,7 +93,7 @@ SHAPES = [(1, 576, 256), (7, 64, 8), (13, 70, 37), (100, 33, 33), (300, 128, 64)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", native.DTYPES)
 def test_logits_are_sums_in_float32_of_exact_products(
-    dtype: torch.dtype, shape: tuple[int, int, int], bias: bool, way: Way
+    dtype: torch.dtype, shape: tuple[int, int, int], bias: bool, algorithm: Algorithm
 ) -> None:
     made, x = make(*shape, dtype, bias)
     assert error(made, x) < 1e-6
@@ -99,7 +101,7 @@ def test_logits_are_sums_in_float32_of_exact_products(
 
 @compiled
 @pytest.mark.parametrize("dtype", native.DTYPES)
-def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype, way: Way) -> None:
+def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype, algorithm: Algorithm) -> None:
     made, x = make(50, 96, 70, dtype)
     made.weight[40] += 2.0**-12  # in a later block of rows
     made.weight[40, 5] += 1.0
@@ -109,10 +111,10 @@ def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype, w
 @compiled
 @pytest.mark.parametrize("dtype", native.DTYPES)
 def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(
-    dtype: torch.dtype, way: Way, set_threads: Callable[[int], None]
+    dtype: torch.dtype, algorithm: Algorithm, set_threads: Callable[[int], None]
 ) -> None:
-    """As long as it goes one way."""
-    made, x = make(77, 200 if way == Way.ROWS else 192, 50, dtype)
+    """As long as it goes one algorithm."""
+    made, x = make(77, 200 if algorithm == Algorithm.ROWS else 192, 50, dtype)
     together = made(x)
     assert torch.equal(together, torch.cat([made(x[i : i + 1]) for i in range(len(x))]))
     set_threads(5)
@@ -120,7 +122,7 @@ def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(
 
 
 @compiled
-def test_tokens_and_weights_need_not_be_contiguous(way: Way) -> None:
+def test_tokens_and_weights_need_not_be_contiguous(algorithm: Algorithm) -> None:
     made, x = make(9, 64, 40, torch.bfloat16)
     expected = made(x)
     made.weight = torch.nn.Parameter(made.weight.t().contiguous().t(), requires_grad=False)
@@ -131,7 +133,7 @@ def test_tokens_and_weights_need_not_be_contiguous(way: Way) -> None:
 
 
 @compiled
-def test_a_router_that_changes_is_not_remembered(way: Way) -> None:
+def test_a_router_that_changes_is_not_remembered(algorithm: Algorithm) -> None:
     made, x = make(9, 64, 40, torch.bfloat16)
     before = made(x)
     made.weight.data.mul_(2)

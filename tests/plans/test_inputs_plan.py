@@ -13,7 +13,7 @@ import pytest
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.moe.modeling_tomoe import ToMoEConfig
-from tomoe.plans import InputsPlan, Knot, Plan, read_plan
+from tomoe.plans import InputsPlan, PathPoint, Plan, read_plan
 
 # 2 layers of 8 x 12: MLPs of 3 x 8 x 12 weights, other matrices of 64 in each layer
 SHAPE = ModelShape(num_layers=2, hidden_size=8, mlp_size=12, other_params=128)
@@ -27,11 +27,11 @@ def fraction(up: list[int], down: list[int]) -> float:
     return 1 - (24 * (16 - sum(up)) + 8 * (24 - sum(down))) / TOTAL
 
 
-def knot(up: list[int], down: list[int]) -> Knot:
-    return Knot(fraction(up, down), {"up": up, "down": down})
+def point(up: list[int], down: list[int]) -> PathPoint:
+    return PathPoint(fraction(up, down), {"up": up, "down": down})
 
 
-PATH = (knot([8, 8], [12, 12]), knot([6, 8], [9, 12]), knot([2, 4], [3, 6]))
+PATH = (point([8, 8], [12, 12]), point([6, 8], [9, 12]), point([2, 4], [3, 6]))
 
 
 def make(active: float = 0.5, **changes: Any) -> InputsPlan:
@@ -100,10 +100,10 @@ def test_it_comes_back_from_disk(tmp_path: Path) -> None:
     ("changes", "words"),
     {
         "path that rises": ({"path": (PATH[0], PATH[2], PATH[1])}, "from more inputs to fewer"),
-        "one knot": ({"path": PATH[:1]}, "does not begin with all inputs"),
+        "one point": ({"path": PATH[:1]}, "does not begin with all inputs"),
         "not all inputs": ({"path": PATH[1:]}, "does not begin with all inputs"),
         "fraction that is not so": ({"path": (*PATH[:2], replace(PATH[2], active=0.4))}, "says 0.4000 active"),
-        "no input": ({"path": (*PATH[:2], knot([0, 4], [3, 6]))}, "from more inputs to fewer"),
+        "no input": ({"path": (*PATH[:2], point([0, 4], [3, 6]))}, "from more inputs to fewer"),
         "layers": ({"widths": {"up": [8], "down": [12, 12]}}, "has not 2 sizes"),
         "kinds": ({"columns": {"up": [24, 24]}}, "other kinds"),
         "out of reach": ({"active": 0.1}, "does not reach"),

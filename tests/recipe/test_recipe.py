@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from tomoe.errors import UserError
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.recipe.base import presets
 from tomoe.recipe.conversion import Recipe, RepairSection, TrainSection
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -260,11 +260,11 @@ def test_dims_chosen_for_each_token_from_a_random_start_are_those_of_the_model_u
 def test_inputs_need_little_text_and_nothing_is_sampled() -> None:
 
     def data_of(*changes: str) -> DataSection:
-        return settled(Recipe.load(None, ["model=m", "method.name=inputs", *changes]))[1].data
+        return resolve_method(Recipe.load(None, ["model=m", "method.name=inputs", *changes]))[1].data
 
     data = data_of()
     assert data.sources == ("python-docs",)
     assert (data.calibration_tokens, data.evaluation_tokens, data.tokens) == (2048, 2048, 4096 + 256)
     given = data_of("data.sources=self", "data.evaluation_tokens=99", "data.seq_len=64")
     assert (given.sources, given.evaluation_tokens, given.seq_len) == (("self",), 99, 64)
-    assert settled(Recipe.load(None, ["model=m"]))[1].data.sources == ("self",)
+    assert resolve_method(Recipe.load(None, ["model=m"]))[1].data.sources == ("self",)

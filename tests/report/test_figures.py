@@ -17,7 +17,7 @@ from conftest import make_pico, make_plan
 from tomoe.budget import decoder_params
 from tomoe.evaluation.results import Measurement, Row
 from tomoe.model.shape import ModelShape
-from tomoe.plans import InputsPlan, Knot
+from tomoe.plans import InputsPlan, PathPoint
 from tomoe.report import figures, style
 from tomoe.report.figures import all_figures, layers_figure
 from tomoe.report.style import CaptionedFigure
@@ -52,18 +52,18 @@ def check(drawn: CaptionedFigure) -> None:
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', svg)) <= set(ids)
 
 
-def dial_row(perplexity: float, active: float, k: int | None) -> Row:
+def active_row(perplexity: float, active: float, k: int | None) -> Row:
     facts: Any = {"active_share": active}
     return Row(Measurement(perplexity, None, 0.0, 10, 1, 8), facts, experts_per_token=k)
 
 
 DENSE = make_pico("llama")
 FINE = make_plan(DENSE, "off", form="fine")  # of 8 experts a token uses 3 and 2
-DIAL = [dial_row(16.25, 1.0, None), dial_row(40.0, 0.5, 3), dial_row(90.0, 0.3, 1), dial_row(16.5, 1.0, 8)]
+CURVE = [active_row(16.25, 1.0, None), active_row(40.0, 0.5, 3), active_row(90.0, 0.3, 1), active_row(16.5, 1.0, 8)]
 
 
-def test_the_dial_draws_each_number_of_experts() -> None:
-    drawn = figures.dial_figure(DIAL, FINE)
+def test_the_curve_draws_each_number_of_experts() -> None:
+    drawn = figures.active_figure(CURVE, FINE)
     assert drawn is not None
     assert drawn.figure.axes[0].get_yscale() == "log"
     lines = [[tuple(point) for point in line.get_xydata()] for line in drawn.figure.axes[0].get_lines()]
@@ -74,17 +74,17 @@ def test_the_dial_draws_each_number_of_experts() -> None:
     assert "90 at 30% (1 experts" in drawn.alt
     assert "refitted" not in drawn.caption
     check(drawn)
-    repaired = figures.dial_figure(DIAL, replace(FINE, notes={"repair": {}}))
+    repaired = figures.active_figure(CURVE, replace(FINE, notes={"repair": {}}))
     assert repaired is not None
     assert "need not be the dense model" in repaired.caption
-    assert figures.dial_figure(DIAL[:2], FINE) is None
-    assert figures.dial_figure([], FINE) is None
-    assert [figure.name for figure in all_figures(FINE, dial=DIAL)] == ["dial", "layers"]
+    assert figures.active_figure(CURVE[:2], FINE) is None
+    assert figures.active_figure([], FINE) is None
+    assert [figure.name for figure in all_figures(FINE, curve=CURVE)] == ["active", "layers"]
 
 
 def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path: Path) -> None:
     def files() -> list[bytes]:
-        drawn = figures.dial_figure(DIAL, FINE)
+        drawn = figures.active_figure(CURVE, FINE)
         assert drawn is not None
         return [file.read_bytes() for file in style.save(drawn, tmp_path)]
 
@@ -94,7 +94,7 @@ def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path
     assert first == again
     assert first[1].startswith(b"\x89PNG")
     assert b"<dc:date>" not in first[0]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["dial.png", "dial.svg"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["active.png", "active.svg"]
 
 
 def test_layers_of_overlapping_experts_show_one_expert_within_all_of_them() -> None:
@@ -120,7 +120,7 @@ def test_layers_of_inputs_are_lines() -> None:
     widths, columns = {"up": [32, 32], "down": [48, 48]}, {"up": [48, 48], "down": [32, 32]}
     fewer = {"up": [16, 32], "down": [12, 48]}
     least = 1 - (16 * 48 + 36 * 32) / decoder_params(shape)
-    plan = InputsPlan(shape, names, widths, columns, (Knot(1.0, widths), Knot(least, fewer)), least)
+    plan = InputsPlan(shape, names, widths, columns, (PathPoint(1.0, widths), PathPoint(least, fewer)), least)
     drawn = layers_figure(plan)
     assert bars(drawn) == []
     assert drawn_lines(drawn) | {"gate and up": [0.5, 1], "down": [0.25, 1]} == drawn_lines(drawn)

@@ -84,13 +84,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["evaluation.json", "report.json", "benchmark.json", "run/cost.json", "dial.json"])
+@pytest.mark.parametrize("name", ["evaluation.json", "report.json", "benchmark.json", "run/cost.json", "active.json"])
 def test_a_damaged_file_is_one_sentence(folder: Path, name: str) -> None:
-    (folder / "dial.json").write_text('{"format": "tomoe-comparison-99"}')  # a curve of another version is left out
+    (folder / "active.json").write_text('{"format": "tomoe-comparison-99"}')  # a curve of another version is left out
     build.write_reports(folder, again=False)
     assert (folder / "report.html").is_file()
     file = folder / name
-    wrong = {"format": "tomoe-comparison-2"} if name == "dial.json" else {"cells": [7], "seconds": 7}
+    wrong = {"format": "tomoe-comparison-2"} if name == "active.json" else {"cells": [7], "seconds": 7}
     # these were written by another version, so that the models are measured again
     said = "cannot|no |not " if name in ("evaluation.json", "report.json") else str(file)
     for content, words in (("7", str(file)), (json.dumps(wrong), said)):

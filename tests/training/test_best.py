@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tomoe.errors import UserError
-from tomoe.finetuning.finetune import take_best_
+from tomoe.finetuning.finetune import require_improvement_
 from tomoe.training.loop import BestWeights
 from tomoe.training.run_folder import RunFolder
 
@@ -29,7 +29,7 @@ def test_what_is_never_better_than_the_start_is_refused(tmp_path: Path, later: f
     _, best = checked(tmp_path, [3.0] + [later] * 10)
     assert not best.improved
     with pytest.raises(UserError, match=r"did not make the model better .*3\.000 before.*smaller train\.learning_rate"):
-        take_best_(best)
+        require_improvement_(best)
 
 
 def test_what_a_checkpoint_keeps_is_taken_up(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_what_a_checkpoint_keeps_is_taken_up(tmp_path: Path) -> None:
     )
     again.restore(best.state())
     assert again.check(30) == {}
-    again.take_()
+    again.restore_best_()
     assert torch.equal(again.net.weight, torch.full((1, 1), 3.0))
 
 
@@ -47,4 +47,4 @@ def test_best_weights_that_are_gone_are_one_sentence(tmp_path: Path) -> None:
     _, best = checked(tmp_path, [3.0, 1.0] + [4.0] * 9)
     best.run.best.write_bytes(b"no weights")
     with pytest.raises(UserError, match="cannot be read"):
-        best.take_()
+        best.restore_best_()

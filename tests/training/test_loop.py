@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from conftest import make_pico, mask_step, tokens
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.methods.tomoe.network import MaskNetwork
 from tomoe.methods.tomoe.networks import mask_network
 from tomoe.model.base_weights import BaseWeights
@@ -135,10 +135,10 @@ def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
     recipe = small_recipe("train.steps=1", "train.gradient_accumulation_steps=4", "model=nowhere")
     with pytest.raises(UserError, match=r"a step has 4 forward passes .* which 3 processes cannot share evenly"):
-        open_dense(*settled(recipe), BaseWeights.of(recipe))
+        open_dense(*resolve_method(recipe), BaseWeights.of(recipe))
     recipe = recipe.changed(["train.gradient_accumulation_steps=6"])
     with pytest.raises(UserError, match="nowhere"):
-        open_dense(*settled(recipe), BaseWeights.of(recipe))
+        open_dense(*resolve_method(recipe), BaseWeights.of(recipe))
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.errors import UserError
 from tomoe.locks import LOCK_FILE
 from tomoe.methods import carve
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.methods.tomoe import method, objective
 from tomoe.methods.tomoe.rotation import value_rotations
 from tomoe.model.loading import load_dense
@@ -150,7 +150,7 @@ def test_a_conversion_killed_at_any_moment_ends_in_the_same_bytes(
 ) -> None:
     """Nothing is trained, so there is no checkpoint: what took long is kept as the plan before the repair."""
     recipe, out = pico_recipe(place, "train.steps=0", "active=0.6", "repair.tokens=128", *FINE), tmp_path / "moe"
-    assert settled(recipe)[0].name == "carve"
+    assert resolve_method(recipe)[0].name == "carve"
     convert(recipe, tmp_path / "whole")
     for i, kill in enumerate(STAGES):
 

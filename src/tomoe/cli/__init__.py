@@ -48,8 +48,8 @@ LESS_MEMORY = (
 )
 
 
-class _Verb(TyperCommand):
-    """A command that says what is wrong with a value without the class of pydantic's error, which typer puts before it."""
+class _Command(TyperCommand):
+    """A command that reports a wrong value without the class name of pydantic's error, which typer puts before it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -66,15 +66,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-VERBS = {
+COMMANDS = {
     "Convert": (doctor, convert, repair, finetune),
     "Convert stage by stage": (train, plan, apply),
     "Inspect and measure": (evaluate, compare, generate, report, inspect, route, benchmark, methods),
     "Export": (export,),
 }
-for panel, verbs in VERBS.items():
-    for verb in verbs:
-        app.command(cls=_Verb, rich_help_panel=panel)(verb)
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(cls=_Command, rich_help_panel=panel)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -120,7 +120,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _process_group() -> AbstractContextManager[None]:
-    """That of torchrun, if it started this process beside others. Raises UserError if WORLD_SIZE is not a number."""
+    """Join torchrun's process group, if it started this process with others. Raises UserError for a wrong WORLD_SIZE."""
     said = os.environ.get("WORLD_SIZE") or "1"
     if not said.isdecimal():
         raise UserError(f"the environment variable WORLD_SIZE is {said!r}, but it should be a number; unset it")
@@ -132,9 +132,9 @@ def _process_group() -> AbstractContextManager[None]:
 
 
 def _command(words: Sequence[str]) -> click.Command | None:
-    """The verb among the words of a command line."""
-    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return next((verbs[word] for word in words if word in verbs), None)
+    """Find the command among the words of a command line."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return next((commands[word] for word in words if word in commands), None)
 
 
 def _fail(code: int, sentence: str) -> NoReturn:

@@ -61,7 +61,7 @@ def benchmark(
     from tomoe.exporting.gguf import layout_speed
 
     mark = layout_speed.FORMAT if engine == "llama.cpp" else timings.FORMAT
-    folders.refuse_stranger(json_file, f'"{mark}"')
+    folders.refuse_foreign_file(json_file, f'"{mark}"')
     options.check_model(dense)
     if engine == "llama.cpp":
         if moe is not None:

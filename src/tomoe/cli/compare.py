@@ -11,7 +11,7 @@ from tomoe.cli.console import Screen, output
 
 
 def _names(text: str) -> list[str]:
-    """Names between commas, but for commas within brackets."""
+    """Split names at commas, except commas within brackets."""
     names, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")

@@ -44,18 +44,18 @@ BEGINNING = 300  # characters of a text that are shown
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escape sequences: what strangers wrote must not move the cursor."""
+    """Escape control characters: text from foreign files must not move the cursor."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def one_line(sentence: str) -> str:
-    """A sentence in one line of printable text; of an endless word, as damaged files hold them, only the beginning."""
+    """Shorten a sentence to one line of printable text; of an endless word, as in damaged files, only the beginning."""
     words = printable(" ".join(sentence.split())).split(" ")
     return " ".join(word if len(word) <= LONGEST_WORD else shortened(word) for word in words)
 
 
 class SafeConsole(Console):
-    """A console that makes control characters in every string harmless, those in cells of tables included."""
+    """A console that escapes control characters in every string, including those in cells of tables."""
 
     def __init__(self, file: TextIO, quiet: bool = False) -> None:
         # without a terminal lines are not folded at 80 columns: a file has no width
@@ -109,7 +109,7 @@ def output() -> SafeConsole:
 
 
 def show_warnings(console: SafeConsole, findings: Sequence[warnings.Finding], name: str = "") -> None:
-    """One line for each, after an empty one."""
+    """Print one line per warning, after an empty one."""
     if findings:
         console.print()
     for finding in findings:
@@ -117,7 +117,7 @@ def show_warnings(console: SafeConsole, findings: Sequence[warnings.Finding], na
 
 
 def show_text(console: SafeConsole, texts: Sequence[page.Generation]) -> None:
-    """How each model's first text begins, beside the others' (the report has more)."""
+    """Print the beginning of each model's first text, side by side (the report has more)."""
     for text in texts[:1]:
         console.say(f"\nPrompt: {' '.join(text.prompt.split())}")
         for name, answer in text.answers:
@@ -125,13 +125,13 @@ def show_text(console: SafeConsole, texts: Sequence[page.Generation]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
+    """Format seconds as `1:02:03` or `2:03`."""
     minutes, rest = divmod(int(seconds + 0.5), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 def describe_step(row: Mapping[str, Any]) -> str:
-    """Loss terms, active fraction and speed of a training step, in one line; what is not a number shows as "-"."""
+    """Format loss terms, active fraction and speed of a training step in one line; NaN and inf show as "-"."""
     parts = [f"{term.removesuffix('_fraction')} {_decimal(row[term])}" for term in TERMS if term in row]
     if "tokens_per_second" in row:
         parts.append(f"{_decimal(row['tokens_per_second'], 0)} tokens/s")
@@ -146,7 +146,7 @@ def _decimal(value: object, digits: int = 3) -> str:
 
 
 class Screen:
-    """Progress of one command: bars on a terminal, a line every ten seconds elsewhere. Libraries are silent from here on."""
+    """Progress of one command: bars on a terminal, a line every ten seconds elsewhere. Silences the libraries."""
 
     def __init__(self, console: Console | None = None) -> None:
         from tomoe import distributed
@@ -208,7 +208,7 @@ class Screen:
             self._print(task)
 
     def _say_loading(self) -> None:
-        """Print a line now and then until a stage reports: a large model may take minutes to load, and a log stays empty."""
+        """Print a line now and then until a stage reports: loading a large model may take minutes."""
         began = time.monotonic()
         seconds = PLAIN_SECONDS
         while not self.loaded.wait(seconds):
@@ -222,7 +222,7 @@ class Screen:
             self.waiting = None
 
     def _print(self, task: Task) -> None:
-        """A line on the stage, if it has ended or the last one is long ago."""
+        """Print a line about the stage if it has ended or the last line is long ago."""
         done, total, now = int(task.completed), int(task.total or 0), time.monotonic()
         if task.finished_time is not None:
             clock = f"took {duration(task.finished_time)}"

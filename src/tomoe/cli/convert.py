@@ -1,4 +1,4 @@
-"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, learning if there are steps, plan, repair, folding, measurement."""
+"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, training if there are steps, plan, repair, folding, measurement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def convert(
 
     if format == "auto" and recipe.target == "hf" and recipe.model:
         recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=offload or None)
-    if format is not None and registry.settled(recipe)[0].kind == "inputs":
+    if format is not None and registry.resolve_method(recipe)[0].kind == "inputs":
         raise UserError("no engine supports sparse inputs; leave out --format or --method inputs")
     if format not in (None, "auto"):
         choice.TARGETS[format].check_verifier()
@@ -55,7 +55,7 @@ def convert(
 def run_conversion(
     recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False, copies: int = 1
 ) -> bool:
-    """Convert, measure, write the reports and show the results; returns whether this is the process that shows them.
+    """Convert, measure, write the reports and show the results; return whether this process shows them.
 
     copies: models that will be written, an export among them."""
     from tomoe import distributed
@@ -95,7 +95,7 @@ def run_conversion(
 
 
 def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
-    """What to try after a conversion, as (command, what it does)."""
+    """Suggest commands to try after a conversion, as (command, what it does)."""
     from tomoe.methods import registry
 
     model, folder = quoted(recipe.model), quoted(out)
@@ -104,7 +104,7 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
         (f"tomoe inspect {folder}", "show every layer in numbers"),
         (f"tomoe evaluate {model} {folder} --text FILE", "compare both on your own text"),
     ]
-    if registry.settled(recipe)[0].kind == "inputs":
+    if registry.resolve_method(recipe)[0].kind == "inputs":
         return commands
     # at equal steps this gained more than longer training of the masks (docs/lab/log.md)
     tuned = f"tomoe finetune {folder} --data FILE.txt -o TUNED"

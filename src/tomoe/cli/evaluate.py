@@ -57,7 +57,7 @@ def evaluate(
     run_code: RunCode = False,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Max questions per task.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Batch size for tasks.")] = 8,
-    active: options.Dials = None,
+    active: options.ActiveFractions = None,
     dtype: options.EvaluationDtype = "auto",
     device: options.Device = "auto",
     offload: options.Offload = False,
@@ -73,7 +73,7 @@ def evaluate(
     _check_files(json_file, markdown_file)
 
     quiet_libraries()
-    settings = evaluation.dial_settings(models, active or ())
+    settings = evaluation.settings_to_measure(models, active or ())
     measured: list[results.Row] = []
     try:
         with Screen() as screen:
@@ -102,11 +102,11 @@ def evaluate(
 
 
 def _check_files(json_file: Path | None, markdown_file: Path | None) -> None:
-    """Raises UserError for files that tomoe did not write, and for one file for both."""
+    """Raise UserError for files that tomoe did not write, and if both are the same file."""
     from tomoe.evaluation import results, tables
 
-    folders.refuse_stranger(json_file, f'"{results.FORMAT}"')
-    folders.refuse_stranger(markdown_file, tables.MARK)
+    folders.refuse_foreign_file(json_file, f'"{results.FORMAT}"')
+    folders.refuse_foreign_file(markdown_file, tables.MARK)
     if json_file and markdown_file and json_file.resolve() == markdown_file.resolve():
         raise UserError(f"--json and --markdown both name {json_file}; give each a file of its own")
 
@@ -124,7 +124,7 @@ def _write(measured: Sequence[results.Row], json_file: Path | None, markdown_fil
 
 
 def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measured: Sequence[results.Row]) -> None:
-    """Print the tables, then warnings, and keep what was measured at points of a dial; `settings` are those of the rows."""
+    """Print tables and warnings; save rows measured at several active fractions, one for each of `settings`."""
     from tomoe import distributed, plans
     from tomoe.evaluation import evaluate as evaluation
     from tomoe.evaluation import tables
@@ -141,7 +141,7 @@ def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measure
         # what is wrong with a plan is said once
         show_warnings(console, warnings.find_warnings(read.pop(name, None), [row]), row.name)
     try:
-        for file in evaluation.save_dials(settings, measured):
+        for file in evaluation.save_active_curves(settings, measured):
             console.say(f"The measurements are saved in {file}; `tomoe report {file.parent}` plots them.")
     except UserError as error:
         # a folder that cannot be written, of somebody else, was measured all the same
@@ -151,7 +151,7 @@ def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measure
 def _tasks(
     suite: str | None, names: str | None, folder: Path | None, limit: int | None, batch_size: int, run_code: bool
 ) -> task_sets.TaskSet | None:
-    """The requested tasks, before any model is loaded. Raises UserError if one does not exist."""
+    """Parse the requested tasks before any model is loaded. Raises UserError if one does not exist."""
     from tomoe.evaluation import tasks as task_sets
 
     if suite is None and names is None:

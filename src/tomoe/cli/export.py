@@ -1,4 +1,4 @@
-"""`tomoe export OUT --format mixtral -o DIR`: the converted model as an architecture that other programs know."""
+"""`tomoe export OUT --format mixtral -o DIR`: write the converted model as an architecture that other programs support."""
 
 from __future__ import annotations
 

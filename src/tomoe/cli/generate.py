@@ -1,4 +1,4 @@
-"""`tomoe generate MODEL "prompt"`: let a dense or a converted model continue a prompt."""
+"""`tomoe generate MODEL "prompt"`: continue a prompt with a dense or converted model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="Sampling temperature (0: the most likely token).")
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
-    active: options.Dial = None,
+    active: options.ActiveFraction = None,
     prompts: Annotated[
         Literal["chosen", "whole"] | None,
         typer.Option(
@@ -37,7 +37,7 @@ def generate(
 
     quiet_libraries()
     if active is not None:
-        typer.echo(str(active_experts.dial_of(model).nearest(active)), err=True)
+        typer.echo(str(active_experts.runtime_settings(model).nearest(active)), err=True)
     loaded, tokenizer = active_experts.load(model, dtype, active=active, prompts=prompts)
     if getattr(loaded.config, "tomoe_prompts", None) == "whole":
         typer.echo("whole prompts: passes of more than four tokens use all inputs, as the dense model does", err=True)

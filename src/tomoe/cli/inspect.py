@@ -1,4 +1,4 @@
-"""`tomoe inspect PLAN_OR_MODEL_OR_RUN`: what a folder holds, as a table or as JSON."""
+"""`tomoe inspect PLAN_OR_MODEL_OR_RUN`: show the contents of a folder, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def inspect(
 
 
 def _run_of(folder: Path) -> tuple[Path, str] | None:
-    """The run that a folder is or holds, and what it learned."""
+    """Find the run that a folder is or contains, and what it trained."""
     runs = [path for path in (folder, folder / "run") if (path / "recipe.json").exists()]
     return next(((path, learned) for path in runs for learned in LEARNED if (path / learned).is_dir()), None)
 

@@ -1,4 +1,4 @@
-"""`tomoe methods [NAME]`: the methods that there are, and the settings of one."""
+"""`tomoe methods [NAME]`: list the methods, or the settings of one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def methods(
 
 
 def _served(kind: target_rules.Form) -> str:
-    """What can run a plan of this kind."""
+    """Name the engines that can run a plan of this kind."""
     exports = [target for target, rules in target_rules.TARGET_RULES.items() if kind in rules.forms]
     others = [target for target in exports if target not in ("hf", "gpu")]
     engines = "transformers, vLLM" + (", llama.cpp" if "gguf" in others else "")

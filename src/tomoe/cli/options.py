@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the recipe they make."""
+"""Arguments and options that several commands share, and the recipe made from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PERCENT = re.compile(r"([0-9.]+)\s*%")
 
 
 def fraction(text: str) -> float:
-    """`0.5` or `50%` as a number. Raises ValueError for anything else."""
+    """Parse `0.5` or `50%`. Raises ValueError for anything else."""
     percent = PERCENT.fullmatch(text.strip())
     try:
         return float(percent[1]) / 100 if percent else float(text)
@@ -34,12 +34,12 @@ def fraction(text: str) -> float:
 
 
 def fractions(text: str) -> list[float]:
-    """`0.3,50%` as numbers. Raises ValueError for anything else."""
+    """Parse `0.3,50%`. Raises ValueError for anything else."""
     return [fraction(part) for part in text.split(",")]
 
 
 def with_fractions(setting: str) -> str:
-    """`active=50%,0.7` as `active=0.5,0.7`; settings of other keys stay as they are."""
+    """Rewrite `active=50%,0.7` as `active=0.5,0.7`; settings of other keys are unchanged."""
     key, equals, values = setting.partition("=")
     if key.strip() != "active":
         return setting
@@ -52,7 +52,7 @@ Model = Annotated[
 
 
 def converted_folder(folder: Path) -> Path:
-    """The folder. Raises UserError if it holds no model."""
+    """Return the folder. Raises UserError if it holds no model."""
     names.check_finished(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no converted model (no config.json); name a folder that `tomoe convert` wrote")
@@ -90,7 +90,7 @@ Data = Annotated[
         metavar="SOURCE",
     ),
 ]
-Dials = Annotated[
+ActiveFractions = Annotated[
     Any,
     typer.Option(
         "--active",
@@ -99,7 +99,7 @@ Dials = Annotated[
         metavar="FRACTION,...",
     ),
 ]
-Dial = Annotated[
+ActiveFraction = Annotated[
     float | None,
     typer.Option(
         "--active",
@@ -172,7 +172,7 @@ KEYS = {
 
 
 def option_of(setting: Advice, command: click.Command | None) -> str | None:
-    """How a setting of an error is given on the command line; None if the command that failed has no such option."""
+    """Return the command-line option for a setting named in an error; None if the command that failed has none."""
     known = {option for parameter in command.params for option in parameter.opts} if command else set()
     option = "--task-dir" if setting.name == "folder" else f"--{KEYS.get(setting.name, setting.name).replace('_', '-')}"
     if option in known or (not setting.here and "." not in option):
@@ -199,7 +199,7 @@ class RecipeOptions:
     repair: Repair = None
 
     def make(self, **more: object) -> Recipe:
-        """The recipe with these options and the keys `more`, then `--set`. Raises UserError for a wrong key or value."""
+        """Make the recipe from these options, the keys `more`, then `--set`. Raises UserError for a wrong key or value."""
         own = {"model": "model", "active": "active", "seed": "seed", "start": "start"} | KEYS
         named = {key: getattr(self, name) for key, name in own.items()} | {"data.sources": self.data or None, **more}
         # the older name of two settings
@@ -209,11 +209,11 @@ class RecipeOptions:
         recipe = names.located(Recipe.load(self.recipe, changes))
         from tomoe.methods import registry
 
-        return registry.settled(recipe)[1]
+        return registry.resolve_method(recipe)[1]
 
 
 def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `RecipeOptions` but those left out; it gets them as its first argument."""
+    """Add the options of `RecipeOptions` to a command, except those left out; it receives them as its first argument."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         shared = [p for p in signature(RecipeOptions, eval_str=True).parameters.values() if p.name not in left_out]
@@ -232,18 +232,18 @@ def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 def overrides(named: Mapping[str, object]) -> list[str]:
-    """`section.key=value` for each option that was used."""
+    """Return `section.key=value` for each option that was used."""
     return [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
 
 
 def check_model(name: str) -> None:
-    """Raises UserError if there is no such model. Nothing is downloaded, and a hub id is taken on trust."""
+    """Raise UserError if there is no such model. Nothing is downloaded; hub ids are not checked."""
     if name not in catalog.MODELS:
         names.resolve(name)
 
 
 def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resume: bool, force: bool) -> None:
-    """Raises UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use."""
+    """Raise UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use."""
     from tomoe import distributed
     from tomoe.training import run_folder
 
@@ -260,5 +260,5 @@ def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resu
 
 
 def quoted(name: str | Path) -> str:
-    """A name as a shell reads it, for commands to copy."""
+    """Quote a name for a shell, in commands to copy."""
     return shlex.quote(str(name))

@@ -1,4 +1,4 @@
-"""`tomoe plan RUN -o PLAN`: what a run learned, as data that meets the budget exactly."""
+"""`tomoe plan RUN -o PLAN`: extract what a run learned, as a plan that meets the budget exactly."""
 
 from __future__ import annotations
 

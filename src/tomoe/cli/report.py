@@ -1,4 +1,4 @@
-"""`tomoe report OUT`: one page that shows what a conversion kept, lost and cost, and all its figures as files."""
+"""`tomoe report OUT`: one page on what a conversion kept, lost and cost, and all its figures as files."""
 
 from __future__ import annotations
 

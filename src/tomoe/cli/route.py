@@ -1,4 +1,4 @@
-"""`tomoe route MODEL "text"`: every token in the color of the expert that it goes to."""
+"""`tomoe route MODEL "text"`: show every token in the color of its expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tomoe.files import basename, read_text
 if TYPE_CHECKING:
     from tomoe.evaluation import routing_trace
 
-ENOUGH = 100  # tokens from which on the shares of experts say something
+ENOUGH = 100  # tokens that make the shares of experts meaningful
 # fine-grained experts that the line on a layer names
 STRONGEST = 6
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -46,7 +46,7 @@ def route(
     from tomoe.moe import active_experts
     from tomoe.report import html as pages
 
-    folders.refuse_stranger(html, pages.MARK)
+    folders.refuse_foreign_file(html, pages.MARK)
 
     quiet_libraries()
     loaded, tokenizer = active_experts.load(model)
@@ -61,15 +61,15 @@ def route(
         typer.echo(f"The page is {page}.")
         return
     console = output()
-    # sixteen colors are too few: some of ours would fall together
+    # sixteen colors are too few: some experts would look alike
     colored = not plain and console.color_system in ("256", "truecolor") and not console.no_color
     for i in range(last + 1) if layer is None else [layer]:
         show_layer(console, trace, i, colored)
 
 
 def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, colored: bool) -> None:
-    """The tokens of a layer, on the color of their (strongest) expert, or with its number behind them: of a long text below a
-    line with the shares of the experts, of a short one in one line, so that layers can be compared."""
+    """Print the tokens of a layer in the color of their (strongest) expert, or followed by its number: long text below a line
+    with the experts' shares, short text in one line, so that layers can be compared."""
     from tomoe.report import html as pages
 
     if not trace.has_choice(layer):
@@ -100,7 +100,7 @@ def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, 
 
 
 def style(expert: int) -> str:
-    """Black on the color of the expert; the second eight are underlined."""
+    """Black on the color of the expert; the second eight experts are underlined."""
     from tomoe.report import html as pages
 
     return f"{'underline ' if expert // 8 % 2 else ''}#14171a on {pages.COLORS[expert % 8]}"

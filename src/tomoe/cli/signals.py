@@ -11,7 +11,7 @@ from types import FrameType
 
 
 class Stopped(BaseException):
-    """The user or the machine stops the command. It is no Exception, so that no handler of errors catches it."""
+    """The user or the machine stops the command. A BaseException, so that no error handler catches it."""
 
     def __init__(self, signum: int):
         self.signum, self.advice = signum, ""
@@ -24,8 +24,8 @@ _received: list[int] = []  # signals that arrived inside the `stoppable` block
 
 
 def _raise(signum: int, _frame: FrameType | None) -> None:
-    """Raise Stopped at the first signal, and at every further Ctrl-C: a scheduler and torchrun both warn a process, and the
-    second time must not break the writing of a checkpoint."""
+    """Raise Stopped at the first signal, and at every further Ctrl-C: a scheduler and torchrun both signal a process, and the
+    second signal must not interrupt the writing of a checkpoint."""
     _received.append(signum)
     if len(_received) == 1 or signum == signal.SIGINT:
         raise Stopped(signum)
@@ -39,8 +39,8 @@ def check() -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside the block both signals raise Stopped, at the latest at the next `check`, or where something fails. A signal that
-    this process was started to ignore stays ignored: a shell does so for jobs in the background."""
+    """Raise Stopped for both signals within the block, at the next `check` at the latest, or where something fails. A signal that
+    was ignored when this process started stays ignored: a shell does so for background jobs."""
     heeded = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, _raise) for signum in heeded}
     hook = sys.unraisablehook
@@ -61,7 +61,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def resumable(run: Path) -> Iterator[None]:
-    """Add to a Stopped that leaves the block how to resume, if the run has begun."""
+    """Add how to resume to a Stopped that leaves the block, if the run has begun."""
     try:
         yield
     except Stopped as stopped:

@@ -1,4 +1,4 @@
-"""Turns text into token sequences: disjoint training, calibration and evaluation parts, in an order without state.
+"""Turns text into token sequences: disjoint training, calibration and evaluation parts, in a stateless order.
 
 Shapes: B sequences, S tokens of one, T and U tokens of a stream.
 """
@@ -56,12 +56,12 @@ class Sequences:
         return Sequences(self.input_ids[indices], self.mask[indices])
 
     def truncate(self, tokens: int) -> Sequences:
-        """As many of the first sequences as this many tokens fill, at least one."""
+        """Keep the first sequences up to this many tokens, at least one."""
         return self.select(torch.arange(min(len(self), max(1, ceil_div(tokens, self.input_ids.shape[1])))))
 
 
 def _read_part(tensors: dict[str, Tensor], part: str) -> Sequences:
-    """One part of a corpus file. Raises KeyError or ValueError if it holds no sequences."""
+    """Read one part of a corpus file. Raises KeyError or ValueError if it holds no sequences."""
     ids = tensors[f"{part}.input_ids"]
     mask = tensors[f"{part}.mask"]
     valid = ids.dim() == 2 and ids.shape == mask.shape and ids.dtype == torch.int32 and mask.dtype == torch.bool
@@ -105,7 +105,7 @@ class Corpus:
         return self.train.select(torch.stack(order))
 
     def fitting_text(self, tokens: int) -> Sequences:
-        """What a repair is fitted to: the sequences that so many tokens fill, of the training, then of the calibration text."""
+        """Select the text that a repair is fitted to: up to this many tokens of training, then calibration text."""
         return joined([self.train, self.calibration]).truncate(tokens)
 
     def digest(self) -> str:
@@ -167,8 +167,8 @@ class Corpus:
 def pack(
     tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], seq_len: int, max_tokens: int | None = None
 ) -> Sequences:
-    """Documents, each followed by eos, as one stream of at most `max_tokens` tokens, cut into sequences; the last one may be
-    padded, with a mask of False. The tokenizer decides whether bos opens a document. Raises UserError if there is no text."""
+    """Concatenate documents, each followed by eos, to a stream of at most `max_tokens` tokens, and cut it into sequences, the
+    last one perhaps padded (mask False). The tokenizer decides whether bos opens a document. Raises UserError without text."""
     stream = _stream(_tokenized(tokenizer, documents), tokenizer.eos_token_id, max_tokens)
     if len(stream) == 0:
         raise UserError("there is no text: every document is empty")
@@ -183,7 +183,7 @@ def prepare(
     model: PreTrainedModel | None = None,
     progress: StageCallback = no_stage_progress,
 ) -> Corpus:
-    """Training, calibration and evaluation sequences from the recipe's sources, in equal parts by tokens.
+    """Read training, calibration and evaluation sequences from the recipe's sources, in equal parts by tokens.
 
     A source with its own split for evaluation uses that; of any other the first shuffled documents are held out, unless there
     is `data.evaluation_source`. Calibration sequences are drawn from the rest. If a source has fewer tokens than its part,
@@ -216,7 +216,7 @@ def prepare(
 
 
 def evaluation_part(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Sequences] | tuple[None, None]:
-    """The recipe's text to evaluate on, if it names one. Raises UserError if there is none, or if it is among the sources."""
+    """Read the recipe's evaluation text, if it names one. Raises UserError if it is missing or among the sources."""
     if data.evaluation_source is None:
         return None, None
     for source in data.sources:
@@ -231,7 +231,7 @@ def evaluation_part(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> tu
 
 @dataclass(frozen=True, eq=False)
 class _SourceTokens:
-    """The tokens of one source: its stream, and the stream of its own evaluation split if it has one."""
+    """The tokens of one source: its stream, and that of its own evaluation split, if any."""
 
     source: str
     stream: Int[Tensor, " T"]
@@ -241,7 +241,7 @@ class _SourceTokens:
 
     @property
     def fraction(self) -> float:
-        """Available share of the requested tokens."""
+        """The available share of the requested tokens."""
         share = len(self.stream) / self.requested
         return share if self.held_out is None else min(share, len(self.held_out) / self.held_out_requested)
 
@@ -280,7 +280,7 @@ def _read_source(
     model: PreTrainedModel | None,
     progress: StageCallback,
 ) -> _SourceTokens:
-    """The part of one source, as long as there is text, in tokens of whole sequences."""
+    """Read the part of one source, while there is text, in complete sequences."""
     requested = _whole_sequences(data.tokens / len(data.sources), data.seq_len)
     eos = tokenizer.eos_token_id
     if source == SELF and model is not None:
@@ -304,12 +304,12 @@ def _read_source(
 
 
 def _whole_sequences(tokens: float, seq_len: int) -> int:
-    """Tokens of as many whole sequences as hold this many tokens."""
+    """Round a number of tokens up to complete sequences."""
     return max(1, ceil_div(int(tokens), seq_len)) * seq_len
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
-    """The documents in random order, within windows that fit in memory."""
+    """Shuffle the documents within windows that fit in memory."""
     generator = torch.Generator().manual_seed(seed)
     for window in _windows(texts, _SHUFFLE_CHARACTERS):
         yield from (window[index] for index in torch.randperm(len(window), generator=generator).tolist())
@@ -338,7 +338,7 @@ def _tokenized(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iter
 
 
 def _stream(token_lists: Iterable[list[int]], eos: int | None, max_tokens: int | None) -> Int[Tensor, " T"]:
-    """Token lists concatenated, each closed by eos."""
+    """Concatenate token lists, each closed by eos."""
     ids = array("q")
     for tokens in token_lists:
         ids.extend(tokens)
@@ -356,12 +356,12 @@ def _cut(stream: Int[Tensor, " T"], seq_len: int, padding: int) -> Sequences:
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token in places that the mask excludes."""
+    """The token id used where the mask is False."""
     return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
 
 
 def joined(texts: Sequence[Sequences]) -> Sequences:
-    """All sequences, padded to the longest."""
+    """Concatenate sequences, padded to the longest."""
     length = max(text.input_ids.shape[1] for text in texts)
     ids, masks = (
         torch.cat([torch.nn.functional.pad(t, (0, length - t.shape[1])) for t in tensors])

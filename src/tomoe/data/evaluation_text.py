@@ -28,8 +28,8 @@ class EvaluationText:
 
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:
-    """The evaluation sequences of the first converted folder among `names`: held out, or of the recipe's evaluation source.
-    Raises UserError if none holds some."""
+    """Return the evaluation sequences of the first converted folder among `names`: held out, or from the recipe's evaluation
+    source. Raises UserError if none has any."""
     for name in names:
         path = Path(name) / "run" / "corpus.safetensors"
         if path.is_file():
@@ -43,7 +43,7 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
 
 
 def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
-    """At most `tokens` tokens of a file or named source, in sequences of `context`, or one as long as the text. Raises
-    UserError if there is no text."""
+    """Read at most `tokens` tokens of a file or named source, in sequences of `context`, or as a single one. Raises UserError if
+    there is no text."""
     name, texts = evaluation_documents(source, tokenizer)
     return EvaluationText(pack(tokenizer, texts, context, tokens), name)

@@ -1,4 +1,4 @@
-"""Rows of data as documents: each row is judged by itself, and what is left out is counted and said.
+"""Rows of data as documents: each row is checked by itself, and the rows left out are counted and reported.
 
 Chats, in any of their usual spellings, become text through the chat template of the model that reads them.
 """
@@ -38,7 +38,7 @@ _PROBE = "tomoeprobe"  # stands for a text, to see how a template writes it
 
 
 def document_of(row: Row, column: str | None = None) -> str | Chat:
-    """The text or the chat of a row; "" if it holds a blank text and nothing else. Raises RowError for what is neither."""
+    """Return the text or chat of a row; "" if it holds only a blank text. Raises RowError if it holds neither."""
     if column is not None:
         return _value(row, column)
     if not is_empty(row.get("text")):
@@ -78,7 +78,7 @@ def _value(row: Row, column: str, system: Any = None) -> str | Chat:
 
 
 def _instruction(row: Row) -> str:
-    """An instruction and what belongs to it, joined by newlines."""
+    """Join an instruction and its input and output by newlines."""
     given = {name: row[name] for name in _INSTRUCTION if not is_empty(row.get(name))}
     texts = {name: text_of(value) for name, value in given.items()}
     for name, text in texts.items():
@@ -90,7 +90,7 @@ def _instruction(row: Row) -> str:
 
 
 def without_filled_nulls(row: Row) -> dict[str, Any]:
-    """A row of Arrow without the nulls inside its values: a column's schema gives every object the keys of all others."""
+    """Drop the nulls inside the values of an Arrow row: a column's schema gives every object the keys of all others."""
     return {name: _pruned(value) for name, value in row.items()}
 
 
@@ -101,7 +101,7 @@ def _pruned(value: Any) -> Any:
 
 
 class RowError(ValueError):
-    """Why one row of data cannot be read, in words that follow its number; the other rows may be whole."""
+    """Why one row of data cannot be read, in words that follow its number; other rows may be fine."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ class Chat:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value of a row says nothing: null, as pandas writes it too, or empty."""
+    """Whether a value is empty or null, including null as pandas writes it."""
     return value is None or value in ("", [], {}) or (isinstance(value, float) and value != value)
 
 
 def text_of(value: Any) -> str | None:
-    """A text as it is, a number as JSON writes it; None for anything else."""
+    """Return a text unchanged, a number as JSON writes it; None for anything else."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
@@ -128,9 +128,9 @@ def text_of(value: Any) -> str | None:
 
 
 def chat_of(value: Any, tools: Any = None, system: Any = None) -> Chat | None:
-    """The chat that a value holds; None if it holds no messages (role and content, or ShareGPT's from and value): as a list,
-    as lists of their roles and contents, or as JSON text of either. `tools` and `system` are what the row says beside the
-    chat. Raises RowError for messages whose content is no text, and for tools that are no list."""
+    """Return the chat in a value; None if it holds no messages (role and content, or ShareGPT's from and value): as a list, as
+    lists of their roles and contents, or as JSON text of either. `tools` and `system` come from the same row. Raises RowError for
+    messages whose content is not text, and for tools that are not a list."""
     found = _listed(from_json(value))
     if not found or not all(isinstance(message, Mapping) and _speaks(message) for message in found):
         return None
@@ -141,7 +141,7 @@ def chat_of(value: Any, tools: Any = None, system: Any = None) -> Chat | None:
 
 
 def answered(prompt: Any, completion: Any, tools: Any = None) -> str | Chat | None:
-    """A prompt with its completion: two texts, joined as they are, or two parts of one chat; None if they are neither."""
+    """Join a prompt with its completion: two texts, concatenated, or two parts of one chat; None if they are neither."""
     asked, said = (_listed(from_json(value)) for value in (prompt, completion))
     texts = text_of(prompt), text_of(completion)
     if asked is None and said is None:
@@ -152,7 +152,7 @@ def answered(prompt: Any, completion: Any, tools: Any = None) -> str | Chat | No
 
 
 def from_json(value: Any) -> Any:
-    """What a JSON text of a list or an object holds; anything else as it is."""
+    """Parse the JSON text of a list or an object; return anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -162,7 +162,7 @@ def from_json(value: Any) -> Any:
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """Items as a list; older data sets hold the lists of their keys instead. None for anything else."""
+    """Return items as a list; older data sets hold an object of lists instead. None for anything else."""
     if isinstance(value, Mapping) and value and all(isinstance(column, list) for column in value.values()):
         lengths = {len(column) for column in value.values()}
         if len(lengths) == 1:
@@ -171,14 +171,14 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 def _speaks(message: Mapping[str, Any]) -> bool:
-    """Whether it is a message. Its content may be null, and of a null not even the key may be left."""
+    """Whether this is a message. Its content may be null, in which case even the key may be missing."""
     if isinstance(message.get("role"), str):
         return len(message) == 1 or "content" in message or "tool_calls" in message
     return isinstance(message.get("from"), str) and "value" in message
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates read it. What is null is left out: some templates only ask whether a key is there."""
+    """Return a message as templates read it. Null values are dropped: some templates only ask whether a key exists."""
     kept = {key: value for key, value in message.items() if value is not None}
     if "role" not in kept:
         role, said = kept.pop("from"), kept.pop("value", None)
@@ -195,7 +195,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(content: Any, role: str) -> str:
-    """The text of a message, whose content may come in parts. Raises RowError if it is no text."""
+    """Return the text of a message, whose content may come in parts. Raises RowError if it is not text."""
     if content is None or (text := text_of(content)) is not None:
         return "" if content is None else text or ""
     parts = content if isinstance(content, list) else [content]
@@ -216,7 +216,7 @@ def _part(part: Any) -> str | None:
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool whose arguments are an object, also if they were written as JSON text."""
+    """Return a tool call with its arguments as an object, even if they were written as JSON text."""
     if not isinstance(call := from_json(call), Mapping):
         return call
     if "function" not in call and "arguments" in call:
@@ -230,7 +230,7 @@ def _with_arguments(function: Mapping[str, Any], change: Callable[[Any], Any]) -
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """Tools as a list of objects. Raises RowError if they are neither that nor JSON text of it."""
+    """Return tools as a list of objects. Raises RowError if they are neither that nor its JSON text."""
     if is_empty(tools):
         return None
     found = from_json(tools)
@@ -241,13 +241,13 @@ def _tools(tools: Any) -> list[Any] | None:
 
 
 def opening_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer itself puts before a text: bos, or nothing."""
+    """Return what the tokenizer itself puts before a text: bos, or nothing."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and list(tokenizer("a").input_ids[:1]) == [bos] else []
 
 
 class RowReader:
-    """Makes documents of the rows of a source.
+    """Turns the rows of a source into documents.
 
     Chats are written as the text that a model was trained on, by its chat template, without the token that the tokenizer puts
     before every text. Content goes in as text and arguments of calls as objects, unless the template takes parts of a
@@ -255,15 +255,15 @@ class RowReader:
     """
 
     def __init__(self, column: str | None, tokenizer: PreTrainedTokenizerBase | None, source: str):
-        """column: that holds text or chats; None: the usual ones. The source is named in errors."""
+        """column: holds texts or chats; None: the usual ones. The source is named in errors."""
         self.column = column
         self.tokenizer = tokenizer
         self.source = source
 
     def texts(self, rows: Iterable[Row], origin: str, column: str | None = None) -> Iterator[str]:
-        """The text of each row that holds some; `column` is where a named source has it, `origin` names the rows. Warns with
-        the number of rows that are left out. Raises UserError if none of the first thousand can be read, and without a chat
-        template for chats."""
+        """Yield the text of each row that has one; `column` is where a named source has it, `origin` names the rows. Warns with
+        the number of rows left out. Raises UserError if none of the first thousand can be read, and for chats without a chat
+        template."""
         looked, left_out, first = 0, 0, ""
         try:
             for row in rows:
@@ -291,7 +291,7 @@ class RowReader:
             )
 
     def _written(self, chat: Chat) -> str:
-        """The text. Raises UserError if there is no template, and RowError if it refuses this chat."""
+        """Render a document as text. Raises UserError without a template, and RowError if it refuses this chat."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise UserError(
                 f"{self.source} holds chats (messages with roles), and this model's tokenizer has no chat template to "
@@ -311,7 +311,7 @@ class RowReader:
         return str(self.tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False))
 
     def _tried(self, chat: Chat) -> str:
-        """The text of a chat that is there to see what the template does with it; "" if it refuses it."""
+        """Render a probe chat to see what the template does with it; "" if it refuses it."""
         try:
             return self._rendered(chat)
         except Exception:
@@ -319,7 +319,7 @@ class RowReader:
 
     @staticmethod
     def _typed(chat: Chat, parts: bool, text: bool) -> Chat:
-        """The chat with contents in parts and arguments as text, if that is asked for."""
+        """Return the chat with contents in parts and arguments as text, if the template needs them."""
         messages = [dict(message) for message in chat.messages]
         for message in messages:
             if parts:

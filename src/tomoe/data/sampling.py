@@ -1,4 +1,4 @@
-"""Samples text from the dense model itself, for conversions without a text.
+"""Samples text from the dense model itself, for conversions without text.
 
 Shapes: B rows, H query heads, G key/value heads, T tokens that the cache has room for, C dims of a head, V vocabulary.
 """
@@ -41,10 +41,10 @@ def sample_documents(
     length: int = ROW_TOKENS,
     progress: StageCallback = no_stage_progress,
 ) -> list[list[int]]:
-    """Documents of at least `tokens` tokens in total, sampled from the model at temperature 1.
+    """Sample documents of at least `tokens` tokens in total from the model at temperature 1.
 
     A document begins as the tokenizer begins a text, then comes one token drawn uniformly from the ordinary vocabulary; the
-    model writes the rest. Rows of `length` tokens are decoded side by side, one document after another in each; `progress`
+    model samples the rest. Rows of `length` tokens are decoded side by side, one document after another in each; `progress`
     counts tokens. Same model, seed and machine: same tokens, however many ranks divide the rounds among them. Raises
     UserError if the model's logits are not finite.
     """
@@ -78,7 +78,7 @@ def sample_documents(
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
-    """Ids of the vocabulary without special and added tokens."""
+    """Return the ids of the vocabulary without special and added tokens."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return torch.tensor([token for token in range(len(tokenizer)) if token not in special])
 
@@ -86,8 +86,8 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
 def _random_draws(
     rows: int, length: int, vocabulary: Int[Tensor, " n"], generator: torch.Generator
 ) -> tuple[Float[Tensor, "T B 1"], Int[Tensor, "T B"]]:
-    """All random numbers of one round, drawn before the model runs: numbers in [0, 1) to sample tokens with, and ordinary
-    tokens to begin documents with."""
+    """Draw all random numbers of one round before the model runs: uniform numbers in [0, 1) to sample with, and ordinary tokens
+    to begin documents with."""
     uniforms, first_tokens = torch.zeros(length, rows, 1), torch.zeros(length, rows, dtype=torch.long)
     for step in range(length):
         if step:
@@ -134,7 +134,7 @@ def _write_rows(
 def sample_from_logits(
     logits: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"], rows_at_once: int = 32
 ) -> Int[Tensor, " B"]:
-    """One token of softmax(logits) per row, by inverting its distribution function at `uniform` in [0, 1). A few rows at a
+    """Sample one token of softmax(logits) per row, by inverting the distribution function at `uniform` in [0, 1). A few rows at a
     time stay in the processor's cache; `torch.multinomial` would draw a number for every token of the vocabulary."""
     sampled = []
     for rows, level in zip(logits.split(rows_at_once), uniform.split(rows_at_once), strict=True):
@@ -149,8 +149,8 @@ def sample_from_logits(
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, with room for some more tokens allocated at a time. The whole room is returned, and
-    masked: products would copy a slice of it first, every time."""
+    """Keys and values of one layer, allocated some tokens at a time. The complete buffer is returned and masked: matrix products
+    would copy a slice of it first, every time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _GrowingLayer(DynamicLayer):
 
 
 def _cache_mask(tokens: int, device: torch.device) -> Float[Tensor, "1 1 1 T"]:
-    """Added to the scores: 0 for the tokens in the cache, -inf for its free room."""
+    """Mask added to the scores: 0 for tokens in the cache, -inf for its free space."""
     mask = torch.zeros(1, 1, 1, ceil_div(tokens, CACHE_GROWTH) * CACHE_GROWTH, device=device)
     mask[..., tokens:] = -math.inf
     return mask

@@ -75,8 +75,8 @@ def _hub(split: str, reader: RowReader, *, name: str, column: str | None = None,
 
 
 def _wikitext(split: str, reader: RowReader, *, config: str) -> Iterator[str]:
-    """Articles of WikiText, which begin with a heading of the first level; joined by blank lines they are the text that
-    published perplexities are computed on."""
+    """Yield articles of WikiText, which begin with a first-level heading; joined by blank lines they are the text that published
+    perplexities are computed on."""
     article: list[str] = []
     for line in reader.texts(hub_rows("Salesforce/wikitext", split, config=config), "the source wikitext", "text"):
         if re.fullmatch(r" = [^=].* = \n?", line) and any(earlier.strip() for earlier in article):
@@ -112,7 +112,7 @@ def _python_docs(split: str, _: RowReader) -> Iterator[str]:
 
 
 def _docstrings() -> Iterator[str]:
-    """Docstrings of the modules of the standard library that are one file, in the order of their names."""
+    """Yield the docstrings of single-file modules of the standard library, in the order of their names."""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -163,8 +163,8 @@ SOURCES: dict[str, Source] = {
 
 
 def find(source: str) -> Source:
-    """The source of that name, else that file or folder, else that hub id (owner/name, or owner/name:config). Raises
-    UserError for anything else, and for `self`, which no text is read from."""
+    """Return the source of that name, else that file or folder, else that hub id (owner/name, or owner/name:config). Raises
+    UserError for anything else, and for `self`, which has no text to read."""
     if source == SELF:
         raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
     if source in SOURCES:
@@ -194,13 +194,13 @@ def find(source: str) -> Source:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two names mean one source, or a folder and a file in it."""
+    """Whether two names refer to one source, or to a folder and a file in it."""
     first, second = (PurePath(_identity(source)) for source in (one, other))
     return first.is_relative_to(second) or second.is_relative_to(first)
 
 
 def _identity(source: str) -> str:
-    """One name for all spellings of a source."""
+    """Return one name for all spellings of a source."""
     if source in SOURCES:
         return SOURCES[source].hub_id or source
     path = Path(source).expanduser()
@@ -210,7 +210,7 @@ def _identity(source: str) -> str:
 def documents(
     source: str, split: str = "train", text_column: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Iterator[str]:
-    """Documents of a source in its own order, without blank ones.
+    """Yield the documents of a source in its own order, without blank ones.
 
     A .txt file is one document, or several separated by two blank lines; longer ones come in parts of about 65,536
     characters. A row of other sources is one: its `text_column`, else the first of these that holds something: `text`, a chat
@@ -223,7 +223,7 @@ def documents(
 
 
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
-    """Name and documents of a text to evaluate on, as it is published. Raises UserError as `documents` does."""
+    """Return name and documents of an evaluation text, as published. Raises UserError as `documents` does."""
     found = find(source)
     held_out = found.held_out or found.small_held_out
     name = basename(source) if Path(source).expanduser().exists() else source
@@ -238,7 +238,7 @@ def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:
-    """Rows of a data set on the hub. Raises UserError if it cannot be loaded."""
+    """Yield rows of a data set on the hub. Raises UserError if it cannot be loaded."""
     # it takes seconds, and only data sets on the hub need it
     import datasets  # type: ignore[import-untyped]
 
@@ -254,8 +254,8 @@ def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> I
 
 
 def _splits(folder: Path) -> dict[str, list[Path]]:
-    """The files of a folder that can be read, by the split that their names say; of one that says none, the split is train.
-    Without files to learn from all are: somebody made the folder of them. Raises UserError if there is no file."""
+    """Return the readable files of a folder by the split in their names; files without one are training data. Without training
+    files, all are: somebody made the folder of them. Raises UserError if there are no files."""
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(folder))]
     files = [path for path in found if path.suffix.lower() in LOCAL_SUFFIXES]
     if not files:
@@ -278,7 +278,7 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether it is what a program keeps beside data: checkpoints of notebooks, resource forks, caches."""
+    """Whether a file was put beside the data by a program: notebook checkpoints, resource forks, caches."""
     return any(part.startswith((".", "__")) for part in path.parts)
 
 
@@ -311,7 +311,7 @@ def _local(_: str, reader: RowReader, *, path: Path) -> Iterator[str]:
 
 
 def _parts(file: Path) -> Iterator[str]:
-    """Parts of a long text, in whole lines. Raises UserError for what is not UTF-8."""
+    """Split a long text at line ends. Raises UserError if it is not UTF-8."""
     with file.open(encoding="utf-8-sig") as lines:
         try:
             while part := "".join(lines.readlines(_PART_CHARACTERS)):
@@ -323,7 +323,7 @@ def _parts(file: Path) -> Iterator[str]:
 
 
 def jsonl(file: Path) -> Iterator[Row]:
-    """The objects of a .jsonl file. Raises UserError for a line that is none, and for what is not UTF-8."""
+    """Yield the objects of a .jsonl file. Raises UserError for a line that is not one, and for text that is not UTF-8."""
     # line by line, because `datasets` infers one schema for all lines and fails if a field is null at first
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(_decoded(lines, file), start=1):

@@ -1,4 +1,4 @@
-"""Models beside each other, the dense one first: measured by one code on the same sequences."""
+"""Models compared, the dense one first: measured by the same code on the same sequences."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def compare(
     tasks: TaskSet | None = None,
 ) -> Iterator[Row]:
     """Measure models on the same text, one row after the other; the first, dense one, which runs once, is the reference of all
-    others. `models` may load as it goes: beside the reference one is alive at a time. A name that is a path shows as its last
-    part, or as many as tell it from the others. Several processes divide the sequences; tasks run in process 0 alone. Raises
-    UserError as `measure` does."""
+    others. `models` may load lazily: besides the reference only one is alive at a time. A name that is a path shows as its last
+    part, or as many parts as are unique. Several processes divide the sequences; tasks run in process 0 alone. Raises UserError
+    as `measure`."""
     shown = titles(names)
     input_ids, mask = text.sequences.input_ids, text.sequences.mask
     if text.stride is not None:
@@ -82,8 +82,7 @@ def compare(
 
 
 def titles(names: Sequence[str]) -> dict[str, str]:
-    """How a table calls models: by hub id or known name, and folders and files by as many last parts of their paths as tell
-    them apart."""
+    """Name models for a table: by hub id or known name; folders and files by as many last parts of their paths as are unique."""
     paths = {name: Path(os.path.abspath(name)).parts for name in names if Path(name).exists()}
     shown = dict(zip(names, names, strict=True)) | {name: basename(name) for name in paths}
     for length in range(2, max(map(len, paths.values()), default=0) + 1):
@@ -102,7 +101,7 @@ def _scores(
 
 
 def training_overlap(name: str, text: Sequences) -> float | None:
-    """Share of the text's tokens that stand in the text that a converted folder was fitted on and kept; None without one."""
+    """Share of the text's tokens that occur in the text that a converted folder was fitted on and kept; None without one."""
     corpora = kept_corpora(Path(name))
     if not corpora:
         return None
@@ -114,19 +113,19 @@ NGRAM = 13  # tokens in a row that are no chance; as in the decontamination of G
 
 
 def kept_corpora(folder: Path) -> list[Corpus]:
-    """The text that a converted folder kept; of a fine-tuned one, the conversion's too. Raises UserError if damaged."""
+    """Return the text that a converted folder kept; for a fine-tuned one, the conversion's too. Raises UserError if damaged."""
     return [Corpus.load(path) for path in sorted((folder / "run").glob("*corpus.safetensors"))]
 
 
 def shared_share(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> float:
-    """Share of the real tokens of `text` that lie in a run of `ngram` tokens which `fitted` holds too."""
+    """Share of the real tokens of `text` in a run of `ngram` tokens that also occurs in `fitted`."""
     return int(shared_tokens(text, fitted, ngram).sum()) / max(text.tokens, 1)
 
 
 def shared_tokens(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> Bool[Tensor, "B S"]:
-    """True on real tokens of `text` that lie in a run of `ngram` tokens, within a sequence, which `fitted` holds too. Nothing
-    is hashed, so there are no false matches: runs of 2, 4, 8, ... tokens are numbered in turn, equal runs alike (prefix
-    doubling), by one sort of all windows each."""
+    """Mark the real tokens of `text` in a run of `ngram` tokens, within a sequence, that also occurs in `fitted`. Nothing is
+    hashed, so there are no false matches: runs of 2, 4, 8, ... tokens are numbered in turn, equal runs alike (prefix doubling),
+    by one sort of all windows each."""
     covered = torch.zeros_like(text.mask, device="cpu")
     if min(text.input_ids.shape[1], fitted.input_ids.shape[1]) < ngram:
         return covered

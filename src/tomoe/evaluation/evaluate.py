@@ -1,4 +1,4 @@
-"""Evaluate models on the same text: the dense one first, as the reference of the others."""
+"""Evaluate models on the same text; the first, dense one is the reference of the others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, r
 from tomoe.data.sources import find
 from tomoe.errors import Advice, Note, UserError, shortened
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.results import DIAL, Row, to_json
+from tomoe.evaluation.results import ACTIVE_CURVE, Row, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.model.shape import max_positions
-from tomoe.moe.active_experts import Setting, dial_of, use_
+from tomoe.moe.active_experts import Setting, apply_setting_, runtime_settings
 from tomoe.plans import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 
@@ -78,7 +78,7 @@ def evaluate(
     named = [names] if isinstance(names, str | Path) else list(names)
     given = {_label(i, model): model for i, model in enumerate(named) if isinstance(model, PreTrainedModel)}
     _check_arguments(named, context, stride, tokens, dtype, active if given else ())
-    settings = dial_settings([_label(i, model) for i, model in enumerate(named)], active)
+    settings = settings_to_measure([_label(i, model) for i, model in enumerate(named)], active)
     loaded = _loaded(settings, dtype, device, offload, given)
     if isinstance(text, str | Path) and context is None:
         find(str(text))  # before a model is loaded in vain
@@ -112,27 +112,26 @@ def _check_arguments(
         dtype_of(dtype)
 
 
-def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
-    """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`; if the only
-    model has fine-grained experts, the dense model that its plan names comes first. Raises UserError for other models without
-    them."""
+def settings_to_measure(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
+    """Return the models to measure, in order, once per number of experts nearest to one of `active`; if the only model has
+    fine-grained experts, the dense model that its plan names comes first. Raises UserError for models without them."""
     if not active:
         return [(name, None) for name in models]
     first, *others = models
     if not others:
         # refused if it has no such experts
-        dial_of(first)
+        runtime_settings(first)
         first, others = _dense_of(first), [first]
     settings: list[tuple[str, Setting | None]] = [(first, None)]
     for name in others:
-        dial = dial_of(name)
-        settings += [(name, point) for point in dict.fromkeys(dial.nearest(fraction) for fraction in active)]
+        runtime = runtime_settings(name)
+        settings += [(name, point) for point in dict.fromkeys(runtime.nearest(fraction) for fraction in active)]
     return settings
 
 
-def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Row]) -> list[Path]:
-    """Keep rows of several numbers of experts, one for each of `settings`, in the folders that they were measured of
-    (dial.json), unless the reference is no dense model. Returns the files. Raises UserError if one cannot be written."""
+def save_active_curves(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Row]) -> list[Path]:
+    """Save rows of several numbers of experts, one for each of `settings`, in the measured folders (active.json), unless the
+    reference is not a dense model. Returns the files. Raises UserError if one cannot be written."""
     if rows[0].usage is not None:
         return []
     by_folder: dict[str, list[Row]] = {}
@@ -140,7 +139,7 @@ def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Ro
         if point is not None:
             by_folder.setdefault(name, []).append(row)
     return [
-        atomic_write(Path(name) / DIAL, to_json([rows[0], *own]))
+        atomic_write(Path(name) / ACTIVE_CURVE, to_json([rows[0], *own]))
         for name, own in by_folder.items()
         if len(own) > 1 and Path(name).is_dir()
     ]
@@ -153,23 +152,23 @@ def _loaded(
     offload: bool,
     given: Mapping[str, PreTrainedModel],
 ) -> Iterator[PreTrainedModel]:
-    """Load each model when it is asked for, once for all of its points, unless it is given."""
+    """Load each model when needed, once for all of its settings, unless it is given."""
     for name, points in itertools.groupby(settings, key=lambda setting: setting[0]):
         model = given.get(name) or load_model(name, dtype, device, offload)
         for _, point in points:
             if point is not None:
-                use_(model, point)
+                apply_setting_(model, point)
             yield model
         del model  # before the next one is loaded
 
 
 def _label(i: int, model: str | Path | PreTrainedModel) -> str:
-    """What a table calls a model."""
+    """Name a model for a table."""
     return f"model {i + 1} ({type(model).__name__})" if isinstance(model, PreTrainedModel) else str(model)
 
 
 def _dense_of(folder: str) -> str:
-    """The dense model that a converted folder was made from. Raises UserError if it is not known or not found."""
+    """Return the dense model of a converted folder. Raises UserError if it is not known or not found."""
     name = ""
     if (Path(folder) / "plan.json").is_file():
         name = str(read_plan(Path(folder)).recipe.get("model", ""))
@@ -189,7 +188,7 @@ def _evaluation_text(
     given: Mapping[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EvaluationText:
-    """The text as the first model reads it, and as all others that are named do."""
+    """Tokenize the text as the first model does, and as all other named models do."""
     models = list(dict.fromkeys(name for name, _ in settings))
     if isinstance(text, Tensor):
         sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))
@@ -219,8 +218,8 @@ READ_AGAIN = 4096  # tokens of the text that each tokenizer divides anew
 
 
 def check_readers(names: Sequence[str], text: EvaluationText) -> None:
-    """Raises UserError if the tokenizer of a model has other words for the tokens of the text than the one that made them.
-    A Note warns of one that would divide the text otherwise, or that cannot be loaded."""
+    """Raise UserError if a model's tokenizer has other words for the text's tokens than the one that made them. A Note warns if
+    it would split the text differently, or cannot be loaded."""
     others = [name for name in dict.fromkeys(names) if name != text.reader]
     if not text.reader or not others:
         return

@@ -1,4 +1,4 @@
-"""Count a model's parameters: all of them, and those that work on one token. For dense models and MoEs alike."""
+"""Count a model's parameters, dense or MoE: all of them, and those active for one token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _EXPERTS = ".experts."
 
 
 def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
-    """Count a model's weights; of fine-grained experts, or inputs, as many are active as tokens use now. `path`: of its
-    file."""
+    """Count a model's weights; of fine-grained experts or inputs, as many are active as tokens use now. `path`: its file."""
     total = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
     share: float | None
@@ -49,7 +48,7 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
 
 
 def _count_decoder(model: nn.Module) -> tuple[int, int]:
-    """(stored, active) weights of two and more dims in the numbered layers, routers included; of stock experts, top-k are
+    """Count (stored, active) weights of two or more dims in the numbered layers, routers included; of stock experts, top-k are
     active."""
     config: Any = getattr(model, "config", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")

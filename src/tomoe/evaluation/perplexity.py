@@ -1,4 +1,4 @@
-"""Perplexity of any causal LM and, beside a reference, how far its predictions are from the reference's.
+"""Perplexity of any causal LM and, given a reference, the distance of its predictions from the reference's.
 
 Letters: B sequences, S tokens of a sequence, T scored positions of one sequence, P spans of positions, D hidden size, V
 vocabulary.
@@ -36,9 +36,9 @@ DEVICE_TOKENS = 8192  # of the sequences that a GPU runs together, which alone k
 
 
 class Predictions:
-    """What one model predicts for the sequences of one text, in their order. With `keep` the hidden states of scored
-    positions stay in main memory (D numbers a token), so that many models can be measured against one that ran once; models
-    whose logits are no plain product with their states run again."""
+    """One model's predictions for the sequences of one text, in their order. With `keep` the hidden states of scored positions
+    stay in main memory (D numbers per token), so that many models can be measured against one that ran once; models whose logits
+    are not a plain matrix product with their states run again."""
 
     def __init__(self, model: nn.Module, keep: bool = False):
         self.model = model
@@ -52,12 +52,12 @@ class Predictions:
         self.places: dict[int, int] = {}  # batches by their first sequence
 
     def probe(self, ids: Int[Tensor, " S"]) -> None:
-        """Find out how the model makes its logits, from the first sequence, whichever sequences are this process's."""
+        """Find out how the model makes its logits, from the first sequence, whichever this process has."""
         if self.chunked is None:
             self.chunked = _makes_plain_logits(self.model, ids)
 
     def together(self, length: int) -> int:
-        """Return how many sequences of a length to run at once: one on a CPU, which has no time to spare."""
+        """Return how many sequences of a length to run at once: one on a CPU, where batches save no time."""
         many = self.chunked and next(self.model.parameters()).device.type != "cpu"
         return max(1, DEVICE_TOKENS // length) if many else 1
 
@@ -69,7 +69,7 @@ class Predictions:
         on_layer: StageCallback,
         on_group: Callable[[list[int]], object],
     ) -> None:
-        """If layers are read from disk when they run, run all groups through one after the other, unless that was done."""
+        """If layers are read from disk when they run, run all groups through one after the other, once."""
         if self.passed is not None or (groups and groups[0][0] in self.kept):
             return
         lengths = [real_length(mask[group]) for group in groups]
@@ -101,7 +101,7 @@ class Predictions:
 
 
 def real_length(mask: Bool[Tensor, "b S"]) -> int:
-    """Tokens of sequences that need to run: padding stands at the end, and what is only padding need not."""
+    """Count the tokens of sequences that need to run: padding is at the end, and skipped if common to all."""
     return int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
 
 
@@ -178,7 +178,7 @@ def measure(
 
 
 def _check_sums(name: str, by_span: Float[Tensor, "P 4"], tokens: float, nll: float, kl: float) -> None:
-    """Raises UserError if they are not finite, or if their perplexity would not be."""
+    """Raise UserError if the sums or their perplexity are not finite."""
     if not (math.isfinite(nll) and math.isfinite(kl)):
         raise UserError(
             f"the predictions of {name} are not finite numbers (mean loss {nll / tokens}, KL "
@@ -194,7 +194,7 @@ def _check_sums(name: str, by_span: Float[Tensor, "P 4"], tokens: float, nll: fl
 
 
 def _spans(by_span: Float[Tensor, "P 4"], context: int, refers: bool) -> list[Span]:
-    """What was measured by position; nothing if all positions are in one span."""
+    """Return measurements by position; empty if all positions are in one span."""
     if len(by_span) == 1:
         return []
     return [
@@ -205,7 +205,7 @@ def _spans(by_span: Float[Tensor, "P 4"], context: int, refers: bool) -> list[Sp
 
 
 def _ends(context: int) -> list[int]:
-    """Where spans of positions end: at SPAN, at twice as many tokens and so on, until all of the context is in one."""
+    """Return where spans of positions end: at SPAN, at twice as many tokens and so on, until the context is covered."""
     ends = [SPAN]
     while ends[-1] < context:
         ends.append(2 * ends[-1])
@@ -221,7 +221,7 @@ def _sum_sequences(
     counter: ExpertCounter | None,
     progress: StageCallback,
 ) -> Float[Tensor, "B P 4"]:
-    """Sum tokens, nll, KL and agreements of every sequence and span; the other processes send the sums of theirs."""
+    """Sum tokens, nll, KL and agreements of every sequence and span; the other processes send theirs."""
     ends = _ends(input_ids.shape[1])
     sums = torch.zeros(len(input_ids), len(ends), 4, dtype=torch.float64)
     both = [predictions] if ref is None else [predictions, ref]
@@ -273,7 +273,7 @@ def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float
 
 
 def sequences_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> str:
-    """Sha256 (hex) of shape, token ids (int64) and mask: equal exactly if two models saw the same sequences."""
+    """SHA-256 (hex) of shape, token ids (int64) and mask: equal exactly if two models saw the same sequences."""
     digest = hashlib.sha256(str(tuple(input_ids.shape)).encode())
     for part in (input_ids.long(), mask):
         for row in part.cpu():  # overlapping windows may be views of a stream that is far smaller than all of them
@@ -293,7 +293,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], inner: bool) -> Any:
-    """Run sequences through the model, or its inner part, which ends at the hidden states; no mask without padding."""
+    """Run sequences through the model, or its inner part, which returns hidden states; no mask without padding."""
     device = next(model.parameters()).device
     attention_mask = None if bool(mask.all()) else mask.long().to(device)
     part: Any = model.base_model if inner else model
@@ -301,8 +301,8 @@ def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Boo
 
 
 def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
-    """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed. Tried on a few tokens, because
-    some families scale or cap their logits and name that as they like."""
+    """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed. Tested on a few tokens, because some
+    families scale or cap their logits under names of their own."""
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
@@ -322,7 +322,7 @@ def _score(
     targets: Int[Tensor, " T"],
     ref: tuple[Tensor, nn.Module] | None,
 ) -> Float[Tensor, " 4"]:
-    """Sum over one sequence's positions: how many, nll, KL(reference || model), agreements (0 without reference)."""
+    """Sum over one sequence's positions: count, nll, KL(reference || model), agreements (0 without reference)."""
     sums = states.new_zeros(4, dtype=torch.float64)
     sums[0] = len(targets)
     for i in range(0, len(targets), CHUNK):

@@ -15,7 +15,7 @@ from tomoe.files import read_json, validated
 
 FORMAT = "tomoe-comparison-2"
 # in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
-DIAL = "dial.json"
+ACTIVE_CURVE = "active.json"
 # metrics of tasks whose answers are written
 LOOP_METRIC = "ends in a loop"
 TOKENS_PER_S = "tokens_per_s"
@@ -41,7 +41,7 @@ Shares = Annotated[
 
 
 def checked(path: Path, kind: type[T], values: object) -> T:
-    """`values`, read from JSON in a file, as a `kind`. Raises UserError with the file and the first place that is wrong."""
+    """Validate `values`, read from a JSON file, as a `kind`. Raises UserError with the file and the first error."""
     try:
         return validated(kind, values)
     except ValueError as error:
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One model on one text, with all that is needed to measure it again. Plain data, as JSON holds it."""
+    """One model on one text, with everything needed to measure it again. Plain data, as in JSON."""
 
     perplexity: Positive  # exp(nll)
     standard_error: NotNegative | None  # of the perplexity, over sequences; None if there are fewer than two
@@ -96,7 +96,7 @@ class ModelFacts(TypedDict):
 
 @dataclass(frozen=True)
 class ExpertUsage:
-    """Share of the tokens' choices that fell on every expert of every layer; each row sums to 1."""
+    """Share of the tokens' choices for every expert of every layer; each row sums to 1."""
 
     shares: Shares
     tokens: Count
@@ -104,14 +104,14 @@ class ExpertUsage:
     """Fine-grained experts of a token, by layer; empty for overlapping ones, of which a token uses one."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if there are more or fewer numbers than layers; a file may hold anything."""
+        """Raise ValueError unless there is one number per layer; a file may hold anything."""
         if self.per_token and len(self.per_token) != len(self.shares):
             raise ValueError("experts per token are not given for every layer")
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What one model reached in one task. Shares, not per cent."""
+    """One model's score in one task. Fractions, not percent."""
 
     task: Name
     shots: Count
@@ -143,13 +143,13 @@ class Row:
 
 
 def to_json(rows: list[Row] | tuple[Row, ...]) -> str:
-    """All of it, for `read_rows`."""
+    """Serialize rows for `read_rows`."""
     return json.dumps({"format": FORMAT, "rows": [asdict(row) for row in rows]}, indent=2, allow_nan=False) + "\n"
 
 
 def read_rows(folder: Path, name: str = "evaluation.json") -> list[Row]:
-    """What was measured of the model in `folder`, in its file of that name; empty if there is none, or one of another version
-    of tomoe. Raises UserError if the file is damaged."""
+    """Read the measurements of the model in `folder` from its file of that name; empty if there is none, or one of another
+    version of tomoe. Raises UserError if the file is damaged."""
     path = folder / name
     if not path.exists():
         return []

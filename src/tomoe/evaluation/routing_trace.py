@@ -1,4 +1,4 @@
-"""Which expert each token of a text goes to, in every layer: for a reader, in color or in numbers."""
+"""Which expert each token of a text uses, in every layer, in color or in numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """`experts[layer][token]`, of several experts of a token the strongest, of the `tokens`, which joined are the text. A
-    token without letters of its own is ""."""
+    """`experts[layer][token]`, the strongest of a token's experts, for the `tokens`, which joined are the text. A token without
+    letters of its own is ""."""
 
     tokens: list[str]
     experts: list[list[Count]]
@@ -35,18 +35,18 @@ class RoutingTrace:
     uses the same ones, all of them for example, has an empty list. Empty for overlapping experts."""
 
     def has_choice(self, layer: int) -> bool:
-        """Whether tokens of a layer can go to different experts."""
+        """Whether tokens of a layer can use different experts."""
         return not self.chosen or bool(self.chosen[layer])
 
     def shares(self, layer: int) -> list[float]:
-        """Return the share of the tokens that each expert of a layer got."""
+        """Return the share of the tokens of each expert of a layer."""
         row = self.experts[layer]
         return [row.count(n) / len(row) for n in range(self.num_experts)]
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """How each token is written. Where one character is several tokens, the last of them has it and the others are "". What
-    cannot be printed becomes U+FFFD."""
+    """Return the text of each token. If one character is several tokens, the last has it and the others are "". Unprintable bytes
+    become U+FFFD."""
     texts: list[str] = []
     pending = False
     for i in range(len(ids)):
@@ -69,7 +69,7 @@ def trace_text(model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, 
 
 
 def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> RoutingTrace:
-    """Run the tokens through the model once. Raises UserError for no token, or for a model that has no router."""
+    """Run the tokens through the model once. Raises UserError without tokens, or for a model without routers."""
     if not ids:
         raise UserError("there is no text to route: it has no token")
     top_ks = routers(model)

@@ -23,12 +23,12 @@ _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " ", "\
 
 
 def escape_markdown(text: str) -> str:
-    """The text as one line of Markdown: no HTML, no link, no table cell comes out of it."""
+    """Escape text to one line of Markdown without HTML, links or table cells."""
     return re.sub(r"([\\`*\[\]|])", r"\\\1", text.translate(_ENTITIES))
 
 
 def count(number: int) -> str:
-    """134,515,008 -> 134.5 M."""
+    """Format 134,515,008 as 134.5 M."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.1f} {letter}"
@@ -36,7 +36,7 @@ def count(number: int) -> str:
 
 
 def cells(row: Row) -> dict[str, str]:
-    """One row of every table, by column title."""
+    """Return one row of every table, by column title."""
     m = row.measurement
     f = row.facts
     error = "" if m.standard_error is None else f" ± {m.standard_error:.2f}"
@@ -54,14 +54,14 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells; a column in which no row has anything is left out."""
+    """Return titles and cells; empty columns are left out."""
     all_cells = [cells(row) for row in rows]
     titles = [title for title in (all_cells[0] if all_cells else {}) if any(row[title] != NONE for row in all_cells)]
     return titles, [[row[title] for title in titles] for row in all_cells]
 
 
 def footnote(rows: Sequence[Row]) -> str:
-    """What one needs to get the same numbers: text, seed, dtype, device, versions; and whether rows are comparable."""
+    """Describe what is needed for the same numbers: text, seed, dtype, device, versions; and whether rows are comparable."""
     if not rows:
         return ""
     first = rows[0].measurement
@@ -84,7 +84,7 @@ def footnote(rows: Sequence[Row]) -> str:
 
 
 def position_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells: a line for each span of positions, a column for each model. Empty if sequences are short."""
+    """Return titles and cells: a line per span of positions, a column per model. Empty if sequences are short."""
     ends = [span.end for span in rows[0].measurement.spans] if rows else []
     if any([span.end for span in row.measurement.spans] != ends for row in rows):
         return [], []
@@ -103,7 +103,7 @@ POSITIONS = "Perplexity, and KL to the first model, by the position of the predi
 
 
 def task_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells: a line for each task, a column for each model, their means last. Empty if no task was run."""
+    """Return titles and cells: a line per task, a column per model, their means last. Empty without tasks."""
     tasks = list({(s.task, s.shots, s.metric): None for row in rows for s in row.tasks})
     averaged = [task for task in tasks if task[2] != LOOP_METRIC]
     by_model = [{(s.task, s.shots, s.metric): s for s in row.tasks} for row in rows]
@@ -125,14 +125,14 @@ def _share(score: TaskScore | None) -> str:
 
 
 def _mean(scores: Sequence[TaskScore]) -> str:
-    """Tasks are independent, so the squares of their errors add up."""
+    """Average scores; tasks are independent, so the squares of their errors add up."""
     value = sum(s.value for s in scores) / len(scores)
     error = math.sqrt(sum((s.standard_error or 0.0) ** 2 for s in scores)) / len(scores)
     return f"{100 * value:.1f} ± {100 * error:.1f}"
 
 
 def task_footnote(rows: Sequence[Row]) -> str:
-    """How the tasks were run; empty if none was."""
+    """Describe how the tasks were run; empty without tasks."""
     scores = [score for row in rows for score in row.tasks]
     if not scores:
         return ""
@@ -158,7 +158,7 @@ def task_footnote(rows: Sequence[Row]) -> str:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """The table with its footnote; then tasks with theirs."""
+    """Render the table with its footnote, then the tasks with theirs."""
 
     def line(values: Sequence[str]) -> str:
         return "| " + " | ".join(map(escape_markdown, values)) + " |"
@@ -173,7 +173,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 
 def to_rich(rows: Sequence[Row]) -> Table:
-    """The same table for the terminal, without the columns that the footnote repeats: it should fit 80 characters."""
+    """Render the same table for the terminal, without the columns that the footnote repeats, to fit 80 characters."""
     titles, body = table(rows)
     kept = [i for i, title in enumerate(titles) if title not in ("tokens", "context")]
     kept_titles = [titles[i].replace(" ", "\n", 1) for i in kept]
@@ -181,7 +181,7 @@ def to_rich(rows: Sequence[Row]) -> Table:
 
 
 def rich_table(titles: Sequence[str], body: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """A table for the terminal, its first column on the left; nothing in it is read as markup."""
+    """Render a table for the terminal, first column left-aligned; nothing in it is read as markup."""
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=escape(caption) or None, caption_justify="left")
     for i, title in enumerate(titles):
         shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
@@ -191,7 +191,7 @@ def rich_table(titles: Sequence[str], body: Sequence[Sequence[str]], caption: st
 
 
 def more_to_rich(rows: Sequence[Row]) -> list[Group]:
-    """Spans of positions, then tasks, each with its footnote, for the terminal; those that were not measured are left out."""
+    """Render spans of positions, then tasks, each with its footnote, for the terminal; those not measured are left out."""
     parts = (position_table(rows), POSITIONS), (task_table(rows), task_footnote(rows))
     # no caption: that is folded at the width of the table
     return [Group(rich_table(titles, body), Text(note)) for (titles, body), note in parts if titles]

@@ -1,6 +1,5 @@
-"""Tasks, for a dense model and an MoE by the same code: zero- and few-shot ones through lm-eval (the extra `eval`), and those
-whose answers are written (evaluation/writing), which need no other package.
-"""
+"""Tasks, run by the same code for dense models and MoEs: zero- and few-shot ones through lm-eval (the extra `eval`), and
+generative ones (evaluation/writing), which need no other package."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ BOOTSTRAPS = 1000  # for metrics other than means, whose standard error has no f
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task by lm-eval's name."""
+    """A task, by lm-eval's name."""
 
     name: str
     shots: int | None = None  # few-shot examples; None: what the task says, or none
@@ -59,7 +58,7 @@ SUITES = {
 
 
 def parse_tasks(text: str) -> tuple[TaskSpec, ...]:
-    """`piqa,boolq:32` -> two tasks, the second with 32 examples. Raises UserError if it is no such list."""
+    """Parse `piqa,boolq:32` to two tasks, the second with 32 examples. Raises UserError for anything else."""
     specs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, colon, shots = part.partition(":")
@@ -72,7 +71,7 @@ def parse_tasks(text: str) -> tuple[TaskSpec, ...]:
 
 
 class TaskSet:
-    """Tasks with their questions, loaded once and then run on one model after another."""
+    """Tasks with their questions, loaded once and run on one model after another."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class TaskSet:
 
 
 def _is_written(spec: TaskSpec) -> bool:
-    """Whether it is a task of ours: a number of examples means lm-eval's of the same name."""
+    """Whether this is one of tomoe's own tasks: a number of examples means lm-eval's of the same name."""
     return spec.shots is None and spec.name in writing.NAMES
 
 
@@ -179,7 +178,7 @@ def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:
 def _wrapped(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: StageCallback
 ) -> Any:
-    """lm-eval's own wrapper around a loaded model, with two counters."""
+    """Return lm-eval's own wrapper of a loaded model, with two counters."""
     wrapper: Any = import_module("lm_eval.models.huggingface").HFLM
 
     class Counting(wrapper):

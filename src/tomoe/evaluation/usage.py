@@ -1,4 +1,4 @@
-"""How an MoE routes a text: how often every expert is chosen."""
+"""How an MoE routes a text: how often each expert is chosen."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from tomoe.moe.modeling_tomoe import Router, ToMoEMLP, route
 
 
 def routers(model: nn.Module) -> dict[Router, int | None]:
-    """Return the routers of a model that choose, in order, and how many experts a token uses; None for one of overlapping
-    experts."""
+    """Return the routers of a model that choose, in order, and the experts per token; None for one of overlapping experts."""
     # families have other names for their MLPs, and what another module calls a router chooses something else
     mlps = (module for module in model.modules() if isinstance(module, ToMoEMLP))
     return {mlp.router: mlp.top_k for mlp in mlps if mlp.num_experts > 1}
 
 
 class ExpertCounter:
-    """Counts what routers chose, while others run the model: `with counter.watching():`."""
+    """Counts the choices of routers while the model runs: `with counter.watching():`."""
 
     def __init__(self, model: nn.Module):
         self.top_ks = routers(model)
@@ -47,14 +46,14 @@ class ExpertCounter:
         self.tokens += int(real.sum())
 
     def add(self, real: Bool[Tensor, "B S"]) -> None:
-        """Add what was chosen for them since the last time, which may be in one layer, without counting the tokens."""
+        """Add the choices since the last call, which may be of one layer, without counting the tokens."""
         for router, chosen in self.chosen.items():
             rows = chosen.view(len(real), -1, chosen.shape[-1])
             self.counts[router] += rows[real[:, : rows.shape[1]].to(rows.device)].sum(0).cpu()
         self.chosen.clear()
 
     def usage(self) -> ExpertUsage | None:
-        """Shares by layer, of what all processes counted; None if the model has no router."""
+        """Return shares by layer, over all processes; None if the model has no router."""
         if not self.top_ks:
             return None
         counts = [self.counts[router] for router in self.top_ks]

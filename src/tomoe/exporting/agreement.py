@@ -1,4 +1,4 @@
-"""How far two models' predictions differ that should be the same.
+"""How far the predictions of two models that should be equal differ.
 
 Letters: B sequences, S tokens of one, t positions of a chunk, V vocabulary.
 """
@@ -26,7 +26,7 @@ Positions = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two models on one text. Differences are of logits, or of log-probs if the engine gives no logits."""
+    """Two models on one text. Differences are of logits, or of log-probs if the engine returns no logits."""
 
     positions: int
     blocks: int  # sequences
@@ -43,8 +43,7 @@ class Agreement:
 
 
 def summarize(sequences: Iterable[Iterable[Positions]]) -> Agreement:
-    """The agreement over sequences of chunks of positions. Raises UserError if there is none, or for numbers that are not
-    finite."""
+    """Aggregate agreement over sequences of chunks of positions. Raises UserError without any, and for NaN or inf."""
     largest_in_sequence: list[float] = []
     largest_logit = 0.0
     # positions, reference nll, nll, KL, agreements, differences
@@ -84,13 +83,13 @@ def summarize(sequences: Iterable[Iterable[Positions]]) -> Agreement:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a model predicted for the real tokens of a text, kept as D numbers a token, so that the model itself may go."""
+    """A model's predictions for the real tokens of a text, stored as D numbers per token, so that the model can be freed."""
 
     head: nn.Module
     states: list[Float[Tensor, "_ D"]]  # real tokens: rows differ in length
 
     def logits(self, b: int, positions: Int[Tensor, " t"]) -> Float[Tensor, "t V"]:
-        """The logits at some positions of sequence b, on the CPU."""
+        """Return the logits at some positions of sequence b, on the CPU."""
         device = next(self.head.parameters()).device
         with torch.no_grad():
             return self.head(self.states[b][positions].to(device)).cpu()
@@ -103,7 +102,7 @@ def record(
     mask: Bool[Tensor, "B S"],
     on_progress: StageCallback = no_stage_progress,
 ) -> Recorded:
-    """Run a model whose logits are its output matrix times final hidden states, as in every model that ToMoE converts.
+    """Run a model whose logits are its output matrix times final hidden states, as every model that tomoe converts.
 
     Padding stands at the ends, and does not run: who watches the model, as `RouterCheck` does, sees real tokens only.
     """
@@ -137,8 +136,8 @@ def agree(
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far an export may be off before it counts as broken: in a typical sequence, as a share of the largest logit (None
-    if rounding is too coarse to say), and by its mean KL in nats."""
+    """How far an export may be off before it counts as broken: in a typical sequence, relative to the largest logit (None if
+    rounding is too coarse), and by its mean KL in nats."""
 
     difference: float | None
     kl: float
@@ -160,7 +159,7 @@ BOUNDS = {
 
 
 def judge(a: Agreement, bounds: Bounds, typical: str = "in a typical sequence") -> str | None:
-    """What is wrong with an agreement, as half a sentence; None if it is within the bounds."""
+    """Say what is wrong with an agreement, as half a sentence; None if it is within the bounds."""
     allowed = None if bounds.difference is None else bounds.difference * max(1.0, a.largest_logit)
     if allowed is not None and not a.typical_difference <= allowed:
         return f"its predictions differ by {a.typical_difference:.2g} {typical}, the limit is {allowed:.2g}"

@@ -1,8 +1,8 @@
-"""The targets of an export, and which of them a model takes.
+"""The targets of an export, and which of them can represent a model.
 
 `target` is a key of the recipe and aims the conversion: it says what the experts must be like to fit a form. `--format` says
-which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` is no form, but
-asks for one: of a converted model, for the first stock class that holds it, else `hf` (`choose`); before the conversion, when
+which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` asks
+for one: of a converted model, for the first stock class that holds it, else `hf` (`choose`); before the conversion, when
 there are no experts to judge by, for the class of the dense model's own family, else for no aim (`of_family`).
 """
 
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from tomoe.errors import UserError
 from tomoe.exporting.dense import Dense
 from tomoe.exporting.gguf.target import Gguf
-from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder
-from tomoe.exporting.stock.table import CARRIERS
+from tomoe.exporting.stock.architecture import FamilyDecoder, StockArch
+from tomoe.exporting.stock.table import STOCK_ARCHS
 from tomoe.exporting.target import Job, Options, Sizes, Target
 from tomoe.model.loading import load_config
 from tomoe.moe.checkpoint import readable_weights
@@ -26,7 +26,7 @@ from tomoe.recipe.conversion import Recipe
 
 
 class OwnForm(Target):
-    """A folder as `tomoe convert` writes it, without plan and run: modelling code beside the weights. It holds every model."""
+    """A folder as `tomoe convert` writes it, without plan and run: modeling code beside the weights. Supports every model."""
 
     name = "hf"
 
@@ -44,7 +44,7 @@ class OwnForm(Target):
 
 
 # `auto` takes the first of these that holds the model.
-KNOWN_CLASSES: tuple[Dense | Carrier, ...] = (Dense(), *CARRIERS)
+KNOWN_CLASSES: tuple[Dense | StockArch, ...] = (Dense(), *STOCK_ARCHS)
 TARGETS: dict[str, Target] = {target.name: target for target in (*KNOWN_CLASSES, Gguf(), OwnForm())}
 
 
@@ -57,8 +57,8 @@ class Choice:
 
 
 def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
-    """The target of that name, or for `auto` the first stock architecture that holds the model exactly, else `hf`. Raises
-    UserError, with the reason and the targets that fit, if the named one cannot hold the model."""
+    """Return the target of that name, or for `auto` the first stock architecture that represents the model exactly, else `hf`.
+    Raises UserError, with the reason and the targets that fit, if the named one cannot represent it."""
     if name != "auto":
         if name not in TARGETS:
             raise UserError(f"there is no export target {name!r}; choose one of auto, {', '.join(TARGETS)}")
@@ -78,7 +78,7 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
 
 
 def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
-    """Raises UserError if the recipe's target can hold nothing that this dense model becomes, as far as its parts tell."""
+    """Raise UserError if the recipe's target cannot represent any conversion of this dense model, judging by its parts."""
     # a layout for GPUs stays in tomoe's own form
     target = TARGETS["hf" if recipe.target == "gpu" else recipe.target]
     if reason := target.supports_dense(dense, recipe.experts.form):
@@ -86,7 +86,7 @@ def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
 
 
 def of_family(model: str, form: str) -> str | None:
-    """The target whose class has the attention of this dense model's family, which its config tells, and a place for experts
-    of this form, if there is one. Raises UserError if the config cannot be read."""
+    """Return the target whose class has the attention of this dense model's family and supports experts of this form, if there is
+    one. Raises UserError if the config cannot be read."""
     own = FamilyDecoder(load_config(model).get_text_config(decoder=True).model_type)
-    return next((row.name for row in CARRIERS if row.decoder == own and row.form_problem(form) is None), None)
+    return next((row.name for row in STOCK_ARCHS if row.decoder == own and row.form_problem(form) is None), None)

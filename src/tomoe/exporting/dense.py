@@ -1,4 +1,4 @@
-"""The dense model's own class with narrower MLPs: where all tokens use the same neurons, nothing is left to choose.
+"""The dense model's own class with narrower MLPs: if all tokens use the same neurons, no routing is needed.
 
 Every engine, quantizer and processor that runs the dense model runs it. Which key of the family's config is the width of an MLP
 is found by structure: the one that gives the converted MLPs other sizes, and no other tensor.
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from tomoe.exporting.stock.carrier import padded, round_up
+from tomoe.exporting.stock.architecture import padded, round_up
 from tomoe.exporting.target import Job, Options, Sizes, Target
 from tomoe.exporting.writing import write_config
 from tomoe.model.mlp import converted_mlps
@@ -29,7 +29,7 @@ WORDS = ("intermediate", "ffn", "inner", "mlp")  # in the names of keys that are
 
 
 class Dense(Target):
-    """The class of the dense model, with its attention and norms, and MLPs of as many neurons as all layers keep."""
+    """The class of the dense model, with its attention and norms, and MLPs with the neurons that all layers keep."""
 
     name = "dense"
     about = "the dense model's own class"
@@ -87,18 +87,18 @@ class Dense(Target):
         written = sum(t.nbytes for t in dense.parameters())
         job.on_progress(written, written)
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
         return False
 
 
 def _class_of(moe: ToMoEForCausalLM) -> type[PreTrainedModel]:
-    """The class of the dense model, which the config of the converted one has checked."""
+    """Return the class of the dense model, which the converted config has checked."""
     found: type[PreTrainedModel] = getattr(transformers, moe.config.tomoe_dense_class)
     return found
 
 
 def _width(moe: ToMoEForCausalLM, options: Options) -> int:
-    """The neurons that are written: those that are kept, or the next multiple that was asked for."""
+    """Return the number of neurons to write: those kept, rounded up to the requested multiple."""
     return round_up(moe.config.tomoe_expert_sizes[0], options.width_multiple or 1)
 
 
@@ -114,8 +114,8 @@ def _skeleton(moe: ToMoEForCausalLM, width: int) -> PreTrainedModel:
 
 
 def _narrower(kind: type[PreTrainedModel], config: PreTrainedConfig, width: int) -> PreTrainedModel | None:
-    """A model of the class on the meta device whose converted MLPs have `width` neurons, and which is the same otherwise; None
-    if no key of the config makes one."""
+    """Make a model of the class on the meta device whose converted MLPs have `width` neurons, and which is otherwise the same;
+    None if no config key does that."""
     whole = _empty(kind, config)
     named, size = _outside_of_mlps(whole)
     for key, value in _keys(config, size, width):
@@ -140,7 +140,7 @@ def _empty(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedM
 
 
 def _outside_of_mlps(model: PreTrainedModel) -> tuple[dict[str, tuple[int, ...]], int]:
-    """The shapes of all tensors but the matrices of the converted MLPs, by name, and the neurons of one of these."""
+    """Return the shapes of all tensors except the matrices of the converted MLPs, by name, and the neurons of one of these."""
     mlps = converted_mlps(model)
     ours = {id(t) for mlp in mlps for part in (mlp.up, mlp.down, mlp.gate) if part for t in part.module.parameters()}
     outside = {name: tuple(t.shape) for name, t in model.state_dict(keep_vars=True).items() if id(t) not in ours}
@@ -148,7 +148,7 @@ def _outside_of_mlps(model: PreTrainedModel) -> tuple[dict[str, tuple[int, ...]]
 
 
 def _keys(config: PreTrainedConfig, size: int, width: int) -> Iterator[tuple[str, Any]]:
-    """Keys of a config that may be the width of its MLPs, and the values that would make it `width` instead of `size`."""
+    """Yield config keys that may be the width of the MLPs, with the values that would change it from `size` to `width`."""
     values = config.get_text_config(decoder=True).to_dict()
     for key in sorted(values, key=lambda key: not any(word in key for word in WORDS)):
         value = values[key]
@@ -161,7 +161,7 @@ def _keys(config: PreTrainedConfig, size: int, width: int) -> Iterator[tuple[str
 def _mlp_tensors(
     moe: ToMoEForCausalLM, name: str, mlp: ToMoEMLP, width: int, dense: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """The tensors of one MLP by their names in the dense model, with zeros as neurons beyond those that are kept."""
+    """Return the tensors of one MLP by their names in the dense model, padded with neurons of zeros."""
     parts = moe.config.tomoe_mlp_parts
     prefix = name.rpartition(".")[0] if parts["flat"] else name
     rows = mlp.expert_rows[0].long()

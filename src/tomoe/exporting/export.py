@@ -1,4 +1,4 @@
-"""`export`: write a converted folder in another form, then verify on real text that both predict the same.
+"""`export`: write a converted folder as another architecture, then verify on real text that both predict the same.
 
 OUT (a converted folder) -> DIR (weights of another architecture, export.json, a card)
 """
@@ -20,7 +20,7 @@ from tomoe.errors import Advice, UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
 from tomoe.exporting.choice import Choice, choose
-from tomoe.exporting.stock.carrier import empty_stock
+from tomoe.exporting.stock.architecture import empty_stock
 from tomoe.exporting.target import Job, Options, Sizes
 from tomoe.exporting.verify import Check, Proof
 from tomoe.exporting.writing import check_place
@@ -28,8 +28,8 @@ from tomoe.files import atomic_folder, basename, format_bytes
 from tomoe.folders import REPLACED
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import far_tokens
+from tomoe.model.library_errors import writing
 from tomoe.model.loading import load_config, load_tokenizer
-from tomoe.model.trouble import writing
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plans import Plan
@@ -47,15 +47,14 @@ NOT_RUN = "not compared with the converted model, as asked"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and its proof, if any; dialed: whether another number of experts can be asked for when it is
-    loaded."""
+    """What was written, and its proof, if any; adjustable: whether it can be loaded with another number of experts."""
 
     folder: Path
     choice: Choice
     sizes: Sizes
     proof: Proof | None
     options: Options
-    dialed: bool
+    adjustable: bool
 
 
 @distributed.locks_out("export")
@@ -75,8 +74,8 @@ def export(
     say: Callable[[str], None] = lambda message: None,
     on_progress: ProgressCallback = no_progress,
 ) -> Exported:
-    """Write a converted model in another form, and verify on real text, and on tokens beyond windows and the original
-    context, that the two predict the same.
+    """Write a converted model in another form, and verify on real text, and on tokens beyond windows and the original context,
+    that both predict the same.
 
     folder: what `convert` wrote. name: one of `choice.TARGETS`, or auto: the first stock architecture that holds the model,
     else hf. out: the folder to write; with `force` it replaces an earlier export. text: a file or source to verify on
@@ -100,7 +99,7 @@ def export(
     check_place(out, folder, sizes.bytes, force)
     for notice in _notices(choice, sizes, moe, basename(folder)):
         say(notice)
-    dialed = choice.target.is_dialed(moe)
+    adjustable = choice.target.is_adjustable(moe)
     with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
         statistics = choice.target.statistics(folder, options, tokens, device, offload, on_progress)
         choice.target.write(Job(moe, tokenizer, options, _in_megabytes(on_progress), statistics), part)
@@ -113,7 +112,7 @@ def export(
                 raise UserError(
                     f"the export would not be the same model: {proof.problem}; nothing was written to {out}"
                 )
-        exported = Exported(out, choice, sizes, proof, options, dialed)
+        exported = Exported(out, choice, sizes, proof, options, adjustable)
         (part / "export.json").write_text(
             json.dumps(_metadata(exported, proof_text), indent=2) + "\n", encoding="utf-8"
         )
@@ -141,7 +140,7 @@ def _notices(choice: Choice, sizes: Sizes, moe: ToMoEForCausalLM, name: str) -> 
 
 
 def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
-    """What an export with copies or zeros costs, in one or two sentences; None without."""
+    """Describe the cost of an export with copies or zeros, in one or two sentences; None without."""
     if sizes.zeros:
         zeros = "one expert of zeros is" if sizes.zeros == 1 else f"up to {sizes.zeros} experts of zeros are"
         return (
@@ -196,7 +195,7 @@ def _metadata(exported: Exported, text: EvaluationText | None) -> dict[str, Any]
 
 
 def _write_card(exported: Exported, folder: Path, text: EvaluationText | None) -> None:
-    """Write the card, if the converted folder has the plan that it tells of."""
+    """Write the card, if the converted folder has the plan that it describes."""
     if not (folder / "plan.json").is_file():
         return
     target = exported.choice.target
@@ -219,5 +218,5 @@ def _write_card(exported: Exported, folder: Path, text: EvaluationText | None) -
         read_rows(folder),
         command=command,
         export=(target.name, exported.sizes.words, sentence),
-        dialed=exported.dialed,
+        adjustable=exported.adjustable,
     )

@@ -1,4 +1,4 @@
-"""What every target of an export has: which models it can hold, what it will take, how it is written and verified."""
+"""The interface of an export target: which models it supports, how large it is, how it is written and verified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may choose about the files. Raises UserError for a precision or a width that there is not."""
+    """File options set by the user. Raises UserError for an unsupported precision or width."""
 
     width_multiple: int | None = None  # expert widths are multiples of this; None: what the target finds best
     precision: Precision = "f16"  # the type of the weights in a GGUF file
@@ -33,7 +33,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written; statistics: what `Target.statistics` measured."""
+    """What to write; statistics: what `Target.statistics` measured."""
 
     moe: ToMoEForCausalLM
     tokenizer: PreTrainedTokenizerBase | None
@@ -48,8 +48,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an export will be; bytes: of the weights; words: their layout; copies: whether neurons that experts share are
-    stored more than once, or experts are padded; zeros: experts of zeros in the layer with most of them."""
+    """The sizes of an export; bytes: of the weights; words: their layout; copies: whether shared neurons are stored more than
+    once, or experts are padded; zeros: padding experts in the layer with most of them."""
 
     bytes: int
     words: str
@@ -58,23 +58,23 @@ class Sizes:
 
 
 class Target(ABC):
-    """One form that a converted model can take; tried_with: older versions of transformers that computed the same."""
+    """One form in which a converted model can be written; tried_with: older versions of transformers that computed the same."""
 
     name: str
     tried_with: tuple[str, ...] = ()
 
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
-        """Why this form cannot compute what the MoE computes, as half a sentence; None if it can."""
+        """Say why this form cannot compute the MoE, as half a sentence; None if it can."""
         return None
 
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
-        """Why no MoE of this dense model, with experts of this form, could take it, by the model's parts; None if one
-        might."""
+        """Say why it cannot represent any MoE of this dense model with experts of this form, judging by its parts; None if it
+        may."""
         return None
 
     @abstractmethod
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
-        """What the export of this model will take."""
+        """Return the size of this model's export."""
 
     def statistics(
         self, folder: Path, options: Options, tokens: int, device: str, offload: bool, on_progress: ProgressCallback
@@ -84,20 +84,20 @@ class Target(ABC):
 
     @abstractmethod
     def write(self, job: Job, folder: Path) -> None:
-        """Write the files into a folder that exists."""
+        """Write the files into an existing folder."""
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
-        """Compare what was written to `out` with the converted model in `folder`."""
+        """Compare the export in `out` with the converted model in `folder`."""
         return verify_exactly(folder, out, check)
 
     def check_verifier(self) -> None:
-        """Raises UserError if nothing is installed that could run what would be written."""
+        """Raise UserError if nothing is installed that can run the export."""
         return None
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
-        """Whether another number of fine-grained experts can be asked for when this form is loaded."""
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
+        """Whether this form can be loaded with another number of fine-grained experts."""
         return True
 
     def how_to_load(self, folder: Path, options: Options) -> str:
-        """One line of code or shell."""
+        """Return one line of code or shell."""
         return f'AutoModelForCausalLM.from_pretrained("{folder}")'

@@ -52,8 +52,8 @@ TIES = 2.0  # logits that decide otherwise, in units of what rounding can do
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A few tokens in the dtype that the export is stored in, beside its own run in that of the proof: mean KL(proof's ||
-    stored) in nats, or the `error` with which the run failed."""
+    """A few tokens in the stored dtype, beside its own run in the dtype of the proof: mean KL(proof's || stored) in nats, or the
+    `error` with which the run failed."""
 
     dtype: str
     tokens: int
@@ -62,7 +62,7 @@ class StoredRun:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, as half a sentence; None if nothing is."""
+        """Say what is wrong, as half a sentence; None if nothing is."""
         if self.kl is None:
             return f"it does not run in {self.dtype}, in which it is stored: {self.error}"
         if not self.kl <= STORED_KL:
@@ -79,7 +79,7 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class FarAgreement:
-    """Two models on tokens that a short text does not reach; each position counts as a sequence."""
+    """Two models on tokens beyond a short text; each position counts as a sequence."""
 
     what: str
     tokens: int
@@ -88,8 +88,8 @@ class FarAgreement:
 
 @dataclass(frozen=True)
 class StockRouter:
-    """The router of a layer as an export has it; choose: experts [T, k], and how much of their outputs is added, where 1 is
-    right, for inputs [T, D] of the MLP; largest: of its weights u, absolute."""
+    """The router of a layer in an export; choose: experts [T, k], and the factors of their outputs, where 1 is right, for inputs
+    [T, D] of the MLP; largest: of its weights u, absolute."""
 
     form: RouterForm
     choose: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -99,9 +99,8 @@ class StockRouter:
 @dataclass
 class RouterAgreement:
     """Routers of the converted model and of the export, on the same inputs; choices: tokens times layers; same: share of them
-    with the same experts; furthest_logits: how far the logit of an expert that is left out is above that of one that is
-    chosen, at most (in `layer`); furthest: in units of what rounding can do; weight_error: largest distance of a weight from
-    1; weight_bound: what it may be."""
+    with the same experts; furthest_logits: largest lead of the logit of an expert left out over that of one chosen (in `layer`);
+    furthest: in units of what rounding can do; weight_error: largest distance of a weight from 1; weight_bound: its limit."""
 
     weight_bound: float
     choices: int = 0
@@ -120,7 +119,7 @@ class RouterAgreement:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, as half a sentence; None if choices and weights are within the bounds."""
+        """Say what is wrong, as half a sentence; None if choices and weights are within the bounds."""
         tied = TIED_CHOICES + 3 * math.sqrt(TIED_CHOICES / max(1, self.choices))
         if 1 - self.same > tied:
             return (
@@ -139,7 +138,7 @@ class RouterAgreement:
 
 
 class RouterCheck:
-    """Compares the routers of an export with those of the converted model while that one runs; `found` is what it found."""
+    """Compares the routers of an export with those of the converted model while that runs; `found` is the result."""
 
     def __init__(self, routers: Mapping[int, StockRouter]):
         self.routers = routers
@@ -147,7 +146,7 @@ class RouterCheck:
         self.found = RouterAgreement(weight_bound=bound)
 
     def hooks(self, moe: ToMoEForCausalLM) -> Iterator[RemovableHandle]:
-        """Hooks on the layers of the converted model, each run of which is then counted."""
+        """Hook the layers of the converted model; every run is then counted."""
         mlps = moe.mlps()
         for i in self.routers:
             yield mlps[i].register_forward_pre_hook(partial(self._note, i), with_kwargs=True)
@@ -220,7 +219,7 @@ class Proof:
         return f"{with_all}; {self.routers.result}; with the planned experts KL {a.kl:.2g} nats, {end}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As export.json holds it."""
+        """Serialize for export.json."""
         outcome = {"same": self.problem is None, "problem": self.problem, "how": self.how, **asdict(self.agreement)}
         if self.routers is not None:
             whole = self.all_experts
@@ -232,8 +231,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Check:
-    """How an export is verified; stored: the dtype of the converted folder's weights; far: what runs beside the text;
-    offload: whether the layers of all models stay on disk."""
+    """How an export is verified; stored: the dtype of the converted folder's weights; far: tokens run besides the text; offload:
+    whether the layers of all models stay on disk."""
 
     text: EvaluationText
     dtype: str
@@ -248,15 +247,15 @@ class Check:
         return f"{self.dtype} in transformers {transformers.__version__}"
 
     def load(self, folder: Path) -> Any:
-        """An export, fresh from its folder."""
+        """Load an export from its folder."""
         return load_dense(str(folder), getattr(torch, self.dtype), pick_device(self.device), offload=self.offload)
 
     def converted(self, folder: Path) -> ToMoEForCausalLM:
-        """The converted model in its folder."""
+        """Load the converted model from its folder."""
         return load_moe(folder, self.dtype, self.device, self.offload)
 
     def run(self, model: Any, what: str) -> Recorded:
-        """What a model predicts for the text."""
+        """Record a model's predictions for the text."""
         sequences = self.text.sequences
         return record(
             model, sequences.input_ids, sequences.mask, stage_callback(self.on_progress, f"running the {what}")
@@ -267,16 +266,16 @@ class Check:
 
     @property
     def bounds(self) -> Bounds:
-        """How far an export may be off in this dtype."""
+        """Return how far an export may be off in this dtype."""
         return BOUNDS[self.dtype]
 
     def run_far(self, model: Any) -> list[Float[Tensor, "t V"]]:
-        """What a model predicts for the last of the far tokens."""
+        """Return a model's predictions for the last of the far tokens."""
         with evaluating(model):
             return [far.run(model) for far in self.far]
 
     def agree_far(self, reference: Sequence[Tensor], predicted: Sequence[Tensor]) -> list[FarAgreement]:
-        """Compare what two models predicted for them; the next token does not matter here, so it is the one predicted."""
+        """Compare the predictions of two models for them; the true next token does not matter, so the predicted one is used."""
 
         def positions(ours: Tensor, theirs: Tensor) -> Iterator[list[Positions]]:
             yield from ([(a[None], b[None], a.argmax(-1)[None])] for a, b in zip(ours, theirs, strict=True))
@@ -287,13 +286,13 @@ class Check:
         ]
 
     def far_problem(self, far: Sequence[FarAgreement]) -> str | None:
-        """The first that is wrong with these, as half a sentence; None if nothing is."""
+        """Say what is wrong with the first bad one of these, as half a sentence; None if nothing is."""
         bounds = Bounds(self.bounds.difference, max(self.bounds.kl, FAR_KL))
         problems = ((f.what, judge(f.agreement, bounds, "at a typical position")) for f in far)
         return next((f"{what} {problem}" for what, problem in problems if problem), None)
 
     def place(self, reference: Callable[[], Any], exported: Callable[[], Any]) -> str:
-        """Where two models that predict differently begin to differ, in words."""
+        """Say where two models that predict differently begin to differ."""
         longest = int(self.text.sequences.mask.sum(1).argmax())
         ids = self.text.sequences.input_ids[longest : longest + 1]
         ids = ids if not self.far else self.far[0].ids
@@ -301,7 +300,7 @@ class Check:
         return first_difference(ours, theirs, LAYER_DIFFERENCE)
 
     def run_as_stored(self, out: Path, proved: Recorded) -> StoredRun | None:
-        """Run a few tokens as who loads the export will, if the proof (`proved`) ran in another dtype."""
+        """Run a few tokens as a user's loading will, if the proof (`proved`) ran in another dtype."""
         if self.stored == getattr(torch, self.dtype):
             return None
         ids, mask = self.text.sequences.input_ids, self.text.sequences.mask
@@ -319,7 +318,7 @@ class Check:
 
 
 def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
-    """Run the converted model and the export on the same tokens, one after the other: they predict the same."""
+    """Run the converted model and the export on the same tokens, one after the other, and check that they predict the same."""
 
     exported = check.load(out)
     predicted, predicted_far = check.run(exported, "export"), check.run_far(exported)
@@ -336,7 +335,7 @@ def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
 
 
 def parts_problems(planned: Agreement, whole: Agreement | None, bounds: Bounds) -> tuple[str | None, str | None]:
-    """What is wrong with all experts, if they were run, and with the planned ones beyond ties of routers; None if nothing is."""
+    """Say what is wrong with all experts, if they ran, and with the planned ones beyond router ties; None if nothing is."""
     with_all = None if whole is None else judge(whole, bounds)
     with_planned = judge(planned, Bounds(None, max(bounds.kl, PLANNED_KL)))
     return (
@@ -346,7 +345,7 @@ def parts_problems(planned: Agreement, whole: Agreement | None, bounds: Bounds) 
 
 
 def use_all_experts_(moe: ToMoEForCausalLM) -> ToMoEForCausalLM:
-    """Let tokens use all fine-grained experts: then no router decides."""
+    """Make tokens use all fine-grained experts: then routing does not matter."""
     setattr(moe.config, moe.config.top_k_key, moe.config.tomoe_num_experts)
     return moe
 

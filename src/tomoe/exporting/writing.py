@@ -1,4 +1,4 @@
-"""The files of an export: where they may go, weights in shards, the tokenizer."""
+"""The files of an export: their place, sharded weights, the tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OVERHEAD = 1.02  # disk space beside the weights: tokenizer, headers, card
 
 
 def check_place(out: Path, source: Path, needed: int, force: bool) -> None:
-    """Raises UserError if `out` is taken, is (or holds) the exported model, or if its disk has less than `needed` bytes."""
+    """Raise UserError if `out` is taken, is (or contains) the exported model, or if its disk has less than `needed` bytes."""
     place = out.resolve()
     if place == source.resolve() or place in source.resolve().parents:
         raise UserError(f"{out} holds the converted model itself; choose another folder for the export")
@@ -77,7 +77,7 @@ def write_checkpoint(
 
 
 def write_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Write config.json with the keys of transformers 4, too: who reads those alone would take defaults without a word."""
+    """Write config.json with the keys of transformers 4, too: readers of only those would silently take defaults."""
     config.save_pretrained(folder)
     file = folder / "config.json"
     values = json.loads(file.read_text("utf-8"))
@@ -85,7 +85,7 @@ def write_config(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def older_keys(config: PreTrainedConfig) -> dict[str, Any]:
-    """What transformers 4 calls the rotary embedding."""
+    """Return the rotary embedding in the keys of transformers 4."""
     older: dict[str, Any] = {}
     rope = getattr(config, "rope_parameters", None) or {}
     # some families have one rotary embedding for each kind of layer, and had other keys for each

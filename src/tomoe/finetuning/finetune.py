@@ -63,7 +63,7 @@ class Origin:
 
     @classmethod
     def of(cls, recipe: FinetuneRecipe) -> Origin:
-        """Raises UserError if the recipe names no converted model, or if its dense model is not found."""
+        """Read it from a recipe. Raises UserError if that names no converted model, or if its dense model is not found."""
         if not recipe.model:
             raise UserError("the recipe names no model; name a folder that `tomoe convert` wrote")
         folder = Path(recipe.model)
@@ -89,7 +89,7 @@ class Origin:
         return compute_dtype(setting, stored, pick_device(recipe.device))
 
     def check_dense(self, model: PreTrainedModel) -> None:
-        """Raises UserError if the model is not the one that the folder was converted from."""
+        """Raise UserError if the model is not the one that the folder was converted from."""
         expected = self.plan.notes.get(FINETUNED, {}).get("dense", self.plan.source)
         if expected and expected != (actual := fingerprint(model)):
             raise UserError(
@@ -100,7 +100,7 @@ class Origin:
 
 
 def with_batch(recipe: FinetuneRecipe, run: RunFolder, resume: bool) -> FinetuneRecipe:
-    """The recipe with a number for `train.batch_size` if it is 0: what a resumed run took, or what fits. A note says it."""
+    """Return the recipe with a number for `train.batch_size` if it is 0: the resumed run's, or what fits. A Note says it."""
     if recipe.train.batch_size:
         return recipe
     if resume and run.recipe.exists():
@@ -129,7 +129,7 @@ def with_batch(recipe: FinetuneRecipe, run: RunFolder, resume: bool) -> Finetune
 
 
 def tuning(recipe: FinetuneRecipe) -> Tuning:
-    """What decides how much memory the recipe takes."""
+    """Return what determines the memory that the recipe needs."""
     origin = Origin.of(recipe)
     shape, config = origin.plan.shape, load_config(recipe.model)
     output = config.vocab_size * shape.hidden_size
@@ -154,7 +154,7 @@ def finetune(
     resume: continue an interrupted run there, to the same bytes. force: replace a model that is there. on_progress: called
     as (stage, done, total, loss terms). Returns the plan of the result: the same neurons, with the routers as they are now.
 
-    Raises UserError, in one sentence, for whatever the user can mend; what was written before stays.
+    Raises UserError, in one sentence, for whatever the user can fix; what was written before stays.
     """
     if not isinstance(recipe, FinetuneRecipe):
         raise UserError(
@@ -187,7 +187,7 @@ def finetune(
     watch.ended("learning")
 
     def finish() -> None:
-        take_best_(best)
+        require_improvement_(best)
         save(student, recipe, origin, corpus, best, tokenizer, out, force or resumed)
         watch.ended("folding")
         write_cost(run.path / "cost.json", recipe.train, student.model, corpus, watch, resumed)
@@ -197,7 +197,7 @@ def finetune(
 
 
 def _keep_earlier_text(old: Path, run: RunFolder) -> None:
-    """What the conversion learned from counts as training text when the result is measured."""
+    """Keep the conversion's text as training text for when the result is measured."""
     for text in sorted(old.glob("*corpus.safetensors")):
         atomic_write(run.path / f"{EARLIER}{text.name}", text.read_bytes())
 
@@ -225,10 +225,10 @@ def _train(
     return student, best
 
 
-def take_best_(best: BestWeights) -> None:
-    """Put the best weights in the place of the last. Raises UserError if no step was better than the start."""
+def require_improvement_(best: BestWeights) -> None:
+    """Replace the last weights by the best. Raises UserError if no step was better than the start."""
     if best.improved:
-        best.take_()
+        best.restore_best_()
         return
     reason = "fine-tuning did not make the model better"
     start_over = "start over with a smaller train.learning_rate, more steps or other text"
@@ -250,8 +250,8 @@ def save(
     out: Path,
     force: bool,
 ) -> None:
-    """Write the result as a converted folder. Its plan belongs to the weights in this folder and no others, so its `source`
-    is their hash; the dense model's hash is in its notes."""
+    """Write the result as a converted folder. Its plan belongs to these weights only, so its `source` is their hash; the dense
+    model's hash is in its notes."""
     moe, plan = student.finish(__version__, getattr(torch, origin.stored))
     moe.config.tomoe_plan_source = fingerprint(moe)
     t = recipe.train
@@ -281,7 +281,7 @@ def save(
 def measure(
     recipe: FinetuneRecipe, out: Path, on_progress: ProgressCallback = no_progress, command: str = ""
 ) -> list[Row]:
-    """Compare the dense, the converted and the improved model on the text that `out` holds out; write numbers and card.
+    """Compare the dense, the converted and the improved model on the held-out text in `out`; write results and card.
 
     `command` is what made `out` (default: fine-tuning). Under torchrun every process takes part.
     """

@@ -74,7 +74,7 @@ def repair(
     plan = replace(plan, recipe=recipe.model_dump(mode="json"), notes=plan.notes | {"tomoe": __version__})
 
     def write() -> None:
-        fold_and_check(plan, base.stored_(model), tokenizer, out, force)
+        fold_and_check(plan, base.to_stored_dtype_(model), tokenizer, out, force)
         if kept.is_file():
             atomic_write(run / kept.name, kept.read_bytes())
         forget_repair(run)

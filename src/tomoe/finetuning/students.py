@@ -61,8 +61,8 @@ class Fp32MasterWeights(nn.Module):
             self.register_parameter(name.replace(".", "/"), master)
 
     def scales(self) -> dict[str, float]:
-        """The RMS of each matrix or vector by its name, which its steps are relative to; adapters' steps are not, as half of
-        them begin as zeros."""
+        """RMS of each matrix or vector by its name, which its steps are relative to; not of adapters, half of which begin as
+        zeros."""
         return {
             name: 1.0 if "lora_" in name else max(LEAST_SCALE, float(p.detach().square().mean().sqrt()))
             for name, p in self.named_parameters()
@@ -86,7 +86,7 @@ Balance = Callable[[], Float[Tensor, ""]]  # the balance term of the forward pas
 
 
 class MoEStudent:
-    """The converted model itself, with shared neurons, on the expert backend that its config names."""
+    """The converted model itself, with shared neurons, on the expert backend in its config."""
 
     def __init__(self, moe: ToMoEForCausalLM, plan: AnyPlan, recipe: FinetuneRecipe):
         self.model, self.plan = moe, plan
@@ -102,14 +102,14 @@ class MoEStudent:
         self.prompts, moe.config.tomoe_prompts = moe.config.tomoe_prompts, "chosen"
 
     def write_(self) -> None:
-        """Bring what runs up to date with what was learned: weights, and the norms that tokens choose inputs by."""
+        """Update the running model to what was learned: weights, and the norms that tokens choose inputs by."""
         self.learned.write_()
         _renew_norms_(self.model)
 
     @contextmanager
     def running(self, valid: Bool[Tensor, " T"] | None) -> Iterator[Balance]:
-        """Follow the routing of the `valid` tokens (None: of all) in every layer; the yielded function returns the balance
-        term after a forward pass: 0 without routers."""
+        """Track the routing of the `valid` tokens (None: all) in every layer; the yielded function returns the balance term after
+        a forward pass: 0 without routers."""
         routings: dict[int, Routing] = {}
 
         def note(i: int, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
@@ -123,7 +123,7 @@ class MoEStudent:
             yield balance
 
     def finish(self, version: str, dtype: torch.dtype = torch.float32) -> tuple[ToMoEForCausalLM, AnyPlan]:
-        """The trained model with ordinary weights of `dtype`, and its plan with the routers as they are now."""
+        """Return the trained model with ordinary weights of `dtype`, and its plan with the current routers."""
         moe = _merged(self.model, self.learned, self.adapters)
         plan = self.plan
         if isinstance(plan, Plan):
@@ -172,7 +172,7 @@ class FinetuneStep:
 
 
 class HeldOutLoss:
-    """The loss of the student on text that it does not learn from, in nats; processes share it. The teacher runs once."""
+    """The student's loss on held-out text, in nats; processes divide it. The teacher runs once."""
 
     def __init__(self, step: FinetuneStep, text: Sequences):
         self.step, self.text = step, text
@@ -194,7 +194,7 @@ class HeldOutLoss:
 
 
 def _frozen_embeddings(model: PreTrainedModel) -> set[int]:
-    """Ids of embeddings and output matrix: student and teacher share them, so that logits need no second matrix."""
+    """Return ids of embeddings and output matrix: student and teacher share them, so logits need no second matrix."""
     modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     return {id(p) for module in modules for p in module.parameters()}
 
@@ -203,7 +203,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def _trained_weights(model: nn.Module, frozen: set[int], adapters: Any) -> Named:
-    """The adapters if there are any, else all weights that are not frozen."""
+    """Return the adapters if there are any, else all weights that are not frozen."""
     named = [(name, p) for name, p in model.named_parameters() if id(p) not in frozen]
     return named if adapters is None else [(name, p) for name, p in named if "lora_" in name]
 
@@ -214,7 +214,7 @@ def _trained_routers(routers: Sequence[nn.Module], recipe: FinetuneRecipe) -> Na
 
 
 def check_packages(recipe: FinetuneRecipe) -> None:
-    """Raises UserError if the recipe trains adapters and peft is not installed, or if bitsandbytes is not for its optimizer."""
+    """Raise UserError if peft, for adapters, or bitsandbytes, for its optimizer, is needed and not installed."""
     for key, value, other, package, extra in (
         ("weights", "lora", "full", "peft", "finetune"),
         ("train.optimizer", "adamw8bit", "adamw", "bitsandbytes", "quantized"),
@@ -227,7 +227,7 @@ def check_packages(recipe: FinetuneRecipe) -> None:
 
 
 def _adapt(model: ToMoEForCausalLM, recipe: FinetuneRecipe) -> Any:
-    """Put adapters beside attention and MLPs of `model`, in place; None if all weights are trained."""
+    """Add adapters to attention and MLPs of `model`, in place; None if all weights are trained."""
     if recipe.weights == "full":
         return None
     from peft import LoraConfig, get_peft_model
@@ -249,7 +249,7 @@ def _adapt(model: ToMoEForCausalLM, recipe: FinetuneRecipe) -> Any:
 
 
 def _let_choose_before_(model: ToMoEForCausalLM) -> None:
-    """Let tokens choose inputs before adapters, which see what the projections beside them see."""
+    """Let tokens choose inputs before adapters, which receive what their projections receive."""
     for choice, projections in model.choices():
         for projection in projections:
             hooks = projection.base_layer._forward_pre_hooks
@@ -259,7 +259,7 @@ def _let_choose_before_(model: ToMoEForCausalLM) -> None:
 
 
 def _merged(model: Any, learned: Fp32MasterWeights, adapters: Any) -> Any:
-    """The model with ordinary, frozen weights."""
+    """Return the model with ordinary, frozen weights."""
     learned.write_()
     if adapters is not None:
         model = adapters.merge_and_unload()
@@ -269,13 +269,13 @@ def _merged(model: Any, learned: Fp32MasterWeights, adapters: Any) -> Any:
 
 @torch.no_grad()
 def _renew_norms_(model: ToMoEForCausalLM) -> None:
-    """Let tokens choose inputs by the norms of the weights as they are now."""
+    """Update the norms that tokens choose inputs by to the current weights."""
     for choice, projections in model.choices():
         choice.norms.copy_(column_norms([_with_adapters(projection) for projection in projections]))
 
 
 def _with_adapters(projection: Any) -> Float[Tensor, "n D"]:
-    """The matrix that a projection and its adapters are together."""
+    """Merge a projection and its adapters into one matrix."""
     matrix = matrix_of(getattr(projection, "base_layer", projection))
     for name in getattr(projection, "active_adapters", ()):
         matrix = matrix + projection.lora_B[name].weight @ projection.lora_A[name].weight * projection.scaling[name]
@@ -283,7 +283,7 @@ def _with_adapters(projection: Any) -> Float[Tensor, "n D"]:
 
 
 def _with_routers(plan: Plan, routers: Sequence[nn.Linear | ExpertRouter]) -> list[LayerPlan]:
-    """The layers of the plan with these routers, whose weights become bfloat16 values: every stock router can hold them."""
+    """Return the plan's layers with these routers, whose weights become bfloat16 values: every stock router can hold them."""
     layers = []
     for layer, router in zip(plan.layers, routers, strict=True):
         weight, bias = bfloat16_values(router.weight.detach().cpu()), None

@@ -1,6 +1,6 @@
-"""The text of fine-tuning: what the conversion was not fitted to comes first.
+"""The text of fine-tuning: text that the conversion was not fitted to comes first.
 
-A repair fits its text closely: SmolLM2-135M at 50 %, repaired on 32,768 tokens, has a KL of 0.51 on them and of 1.13 on
+A repair fits its text closely: SmolLM2-135M at 50%, repaired on 32,768 tokens, has a KL of 0.51 on them and of 1.13 on
 others. Gradients on such text have little left to correct, and what they correct is not what other text needs.
 """
 
@@ -28,7 +28,7 @@ def finetuning_text(
     dense: PreTrainedModel | None,
     on_progress: ProgressCallback,
 ) -> Corpus:
-    """The text that the recipe names, else what the conversion kept; of either, text that was not fitted if there is enough.
+    """Read the text that the recipe names, else what the conversion kept; of either, unfitted text if there is enough.
 
     As many tokens are read beyond `data.tokens` as the conversion was fitted to, so that the same files can be named again.
     Raises UserError if there is no text.
@@ -61,8 +61,8 @@ def finetuning_text(
 
 
 def fitted_text(converted: Path, plan: AnyPlan) -> Sequences | None:
-    """The text that a converted folder with this plan was fitted to: all that it kept, but of a conversion without training
-    steps only what it was carved from and repaired on; None if it kept none."""
+    """Return the text that a converted folder with this plan was fitted to: all that it kept, or for a conversion without
+    training steps only what it was carved from and repaired on; None if it kept none."""
     corpora = kept_corpora(converted)
     if not corpora:
         return None
@@ -74,7 +74,7 @@ def fitted_text(converted: Path, plan: AnyPlan) -> Sequences | None:
 
 
 def unfitted_first(train: Sequences, fitted: Sequences, tokens: int, read: int) -> Sequences:
-    """At most `tokens` of the sequences of `train` that are not in `fitted`.
+    """Select at most `tokens` of the sequences of `train` that are not in `fitted`.
 
     If a run that reads `read` sequences would read those twice, sequences that are in `fitted` follow, up to as many. If all
     are in it, all stay.

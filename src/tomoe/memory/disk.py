@@ -10,7 +10,7 @@ import torch
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
 from tomoe.memory.estimate import sizes_of
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_config
 from tomoe.recipe.conversion import Recipe
@@ -19,7 +19,7 @@ from tomoe.recipe.conversion import Recipe
 def needed_bytes(recipe: Recipe, copies: int) -> int:
     """At most so many bytes are written for `copies` models (the converted one, and its export), for the down projections in the
     plan, and for those that the repair keeps in float32 until the model is written."""
-    method, recipe = settled(recipe)
+    method, recipe = resolve_method(recipe)
     sizes = sizes_of(load_config(recipe.model), recipe)
     refitted = 0
     if method.kind != "inputs" and recipe.repair.mode != "none":
@@ -38,7 +38,7 @@ def check_disk(recipe: Recipe, out: Path, copies: int) -> None:
     if needed > free:
         export = ", its export" if copies > 1 else ""
         raise UserError(
-            f"the conversion writes up to {format_bytes(needed)} (the model, its plan{export} and what the repair keeps), but the disk of "
-            f"{out} has only {format_bytes(free)} left",
+            f"the conversion writes up to {format_bytes(needed)} (the model, its plan{export} and what the repair keeps), but "
+            f"the disk of {out} has only {format_bytes(free)} left",
             "free some, or name a folder on another disk",
         )

@@ -1,4 +1,4 @@
-"""Tells before anything runs whether a conversion fits the method and this machine, and what would help."""
+"""Tells, before anything runs, whether a conversion fits the method and this machine, and what would help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tomoe.memory.estimate import (
     main_memory,
     sizes_of,
 )
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import check_loading, load_config, pick_device
 from tomoe.plans.partition.layouts import FineLayout, Layout
@@ -46,10 +46,10 @@ class Diagnosis:
 
 
 def examine(recipe: Recipe) -> Diagnosis:
-    """Count what converting `recipe.model` needs, from its config.json alone. Raises UserError if the model or the budget
-    does not fit ToMoE, or if the model would not load."""
+    """Estimate what converting `recipe.model` needs, from its config.json alone. Raises UserError if the model or the budget is
+    unsupported, or if the model would not load."""
     check_loading(recipe.model)
-    method, recipe = settled(recipe)
+    method, recipe = resolve_method(recipe)
     sizes = sizes_of(load_config(recipe.model), recipe)
     layout = method.layout(recipe, sizes.shape)
     available = available_memory(pick_device(recipe.device))
@@ -82,7 +82,7 @@ def examine(recipe: Recipe) -> Diagnosis:
 
 
 def _one_expert(sizes: Sizes, layout: Layout | None, active: float, routers: int) -> float:
-    """The active share if a token uses one expert: the shared part with it, or as planned if it uses one anyway."""
+    """Return the active share with one expert per token: with the shared part, or as planned if that uses one anyway."""
     if not isinstance(layout, FineLayout):
         return active
     cut = sizes.shape.mlp_size - layout.shared - layout.expert_size
@@ -95,16 +95,16 @@ def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
         settings.append(f"data.seq_len={recipe.data.seq_len // 2}")
     if recipe.train.batch_size > 1:
         settings.append("train.batch_size=1")
-    changed = {setting: settled(recipe.changed([setting])) for setting in settings}
+    changed = {setting: resolve_method(recipe.changed([setting])) for setting in settings}
     return [setting for setting, other in changed.items() if least_memory(sizes, *other)[0].fits(free)]
 
 
 def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_experts: int) -> dict[str, int]:
-    """Bytes that each kind of work takes, about; fine-tuning with one sequence a step."""
+    """Estimate the bytes of each kind of work; fine-tuning with one sequence per step."""
     found = {"conversion": max(need.total for need in least)}
     try:
         paper = Recipe.load("paper", [f"model={recipe.model}", f"active={recipe.active}", f"device={recipe.device}"])
-        found["the paper's training"] = least_memory(sizes, *settled(paper))[0].total
+        found["the paper's training"] = least_memory(sizes, *resolve_method(paper))[0].total
     except UserError:
         pass  # its layout does not fit this model or budget
     if not num_experts:

@@ -1,4 +1,4 @@
-"""How long the stages of a conversion take: their operations by arithmetic on the sizes, the speed of this machine by timing
+"""How long the stages of a conversion take: their operations, computed from sizes, over this machine's speed, timed on matrix
 products.
 
 Operations are multiplications and additions of matrix products; what is done beside them takes the share OVERHEAD more.
@@ -19,7 +19,7 @@ from tomoe.data.evaluation_text import OFFLOADED_TOKENS
 from tomoe.data.sources import SELF
 from tomoe.memory.estimate import Sizes, fitted_tokens, sizes_of
 from tomoe.methods.base import Method
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.far_tokens import BEHIND
 from tomoe.model.loading import load_config
@@ -34,8 +34,8 @@ TIMED_TOKENS, TIMED_SECONDS = 512, 0.2
 
 @dataclass(frozen=True)
 class Work:
-    """What a stage does; operations: in the dtype that weights are multiplied in, stored: in the one that they are stored in,
-    exact: in float64; files: bytes that are read or written."""
+    """One stage; operations: in the dtype that weights are multiplied in, stored: in the one that they are stored in, exact: in
+    float64; files: bytes that are read or written."""
 
     stage: str
     operations: float
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Speed:
-    """Operations a second in products of many tokens, in each dtype of `Work`."""
+    """Operations per second in matrix products of many tokens, in each dtype of `Work`."""
 
     operations: float
     stored: float
@@ -54,7 +54,7 @@ class Speed:
 
     @classmethod
     def measured(cls, shape: ModelShape, base: BaseWeights) -> Speed:
-        """Time products of the size of an MLP's on the device, some tenths of a second for each dtype."""
+        """Time matrix products of the size of an MLP's on the device, some tenths of a second per dtype."""
 
         def rate(dtype: torch.dtype) -> float:
             x = torch.ones(TIMED_TOKENS, shape.hidden_size, dtype=dtype, device=base.device)
@@ -70,13 +70,13 @@ class Speed:
         return cls(known[base.compute], known[base.dtype], known[torch.float64])
 
     def seconds(self, work: Work) -> float:
-        """That a stage takes."""
+        """Estimate the seconds that a stage takes."""
         products = work.operations / self.operations + work.stored / self.stored + work.exact / self.exact
         return (1 + OVERHEAD) * products + work.files / DISK
 
 
 def works_of(sizes: Sizes, method: Method, recipe: Recipe) -> list[Work]:
-    """What the stages of a conversion do in one process, in their order, but for the export."""
+    """List the stages of a conversion in one process, in their order, except the export."""
     shape, data, base = sizes.shape, recipe.data, BaseWeights.of(recipe)
     ranks = distributed.world_size()
     weights = sizes.total * base.dtype.itemsize
@@ -112,19 +112,19 @@ def _repair(shape: ModelShape, recipe: Recipe) -> Work:
 
 
 def estimated(recipe: Recipe) -> str:
-    """The sentence on how long a conversion takes, from the model's config alone."""
-    method, recipe = settled(recipe)
+    """Say how long a conversion takes, from the model's config alone."""
+    method, recipe = resolve_method(recipe)
     return in_words(durations(sizes_of(load_config(recipe.model), recipe), method, recipe))
 
 
 def durations(sizes: Sizes, method: Method, recipe: Recipe) -> dict[str, float]:
-    """Seconds of each stage, as this machine computes now."""
+    """Estimate the seconds of each stage, at this machine's current speed."""
     speed = Speed.measured(sizes.shape, BaseWeights.of(recipe))
     return {work.stage: speed.seconds(work) for work in works_of(sizes, method, recipe)}
 
 
 def in_words(seconds: Mapping[str, float]) -> str:
-    """The time of all stages together, and of each."""
+    """Describe the time of all stages together, and of each."""
     stages = ", ".join(f"{stage} {_minutes(each)}" for stage, each in seconds.items() if each >= 1)
     return f"About {_minutes(sum(seconds.values()))} as this machine computes now{f' ({stages})' if stages else ''}."
 

@@ -1,6 +1,6 @@
-"""The memory that a conversion takes, by arithmetic on the config, and the memory that is free here.
+"""The memory that a conversion takes, computed from the config, and the memory that is free here.
 
-A table of the largest tensors that a stage holds at once, right to MARGIN; Python and PyTorch take some 0.6 GB more. A run is
+A table of the largest tensors that a stage holds at once, right to MARGIN; Python and PyTorch take about 0.6 GB more. A run is
 refused only if less than the sum by MARGIN is free.
 """
 
@@ -22,14 +22,14 @@ from tomoe.errors import Advice, UserError
 from tomoe.exporting.choice import check_target
 from tomoe.files import format_bytes
 from tomoe.methods.base import Method
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import skeleton
 from tomoe.model.layerwise import MEMORY
+from tomoe.model.library_errors import usable_config
 from tomoe.model.loading import free_on_device, load_config
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
-from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.plans.repair.equations import keeps_tokens
 from tomoe.plans.repair.plan import repair_bytes
@@ -53,13 +53,13 @@ class Sizes:
     least_active: float  # the smallest share that the recipe's settings can reach
 
     def of_all(self, active: float) -> float:
-        """The share of all weights that works on a token if the share `active` of the decoder parameters does."""
+        """Return the share of all weights that is active if the share `active` of the decoder parameters is."""
         return 1 - (1 - active) * self.decoder_params / self.total
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What one process holds at once in one stage: bytes, by what they are for."""
+    """What one process holds at once in one stage: bytes, by purpose."""
 
     stage: str
     parts: dict[str, int]
@@ -69,7 +69,7 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
     def fits(self, free: int, processes: int = 1) -> bool:
-        """Return whether so many of it may work in `free` bytes."""
+        """Return whether this many of it fit in `free` bytes."""
         return (1 - MARGIN) * self.total * processes <= free
 
 
@@ -82,21 +82,21 @@ class AvailableMemory:
 
 
 def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
-    """Count parameters from the config. Raises UserError, with the reason, if the structure does not fit ToMoE or the target,
-    or if no causal language model has such a config."""
+    """Count parameters from the config. Raises UserError, with the reason, if the method or the target does not support the
+    structure, or if there is no causal language model with such a config."""
     with usable_config(config.name_or_path or config.model_type):
         model = skeleton(config.name_or_path or "this", config)
     shape = shape_of(model)
     check_without_weights(model)
     check_target(recipe, model)
     total = sum(p.numel() for p in model.parameters())
-    method, recipe = settled(recipe)
+    method, recipe = resolve_method(recipe)
     least = method.least_active(recipe, shape)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
 def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEstimate, ...]:
-    """Return what each stage takes in one process, of a GPU if there is one."""
+    """Return the memory of each stage in one process, on a GPU if there is one."""
     t, shape, base = recipe.train, sizes.shape, BaseWeights.of(recipe)
     computing, name = base.compute, str(base.compute).removeprefix("torch.")
     # of a model that is read layer by layer: one layer, and what is outside of the layers
@@ -124,7 +124,7 @@ def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEs
 
 
 def main_memory(sizes: Sizes, recipe: Recipe) -> MemoryEstimate:
-    """Return what a conversion on a GPU takes of main memory. The system takes back what is read from files if need be."""
+    """Return the main memory of a conversion on a GPU. The system can reclaim pages read from files."""
     base = BaseWeights.of(recipe)
     read = weight_bytes(sizes, base.dtype)
     parts = {"the files that the weights are read from": read, "files of the model": _files(sizes, base, False)}
@@ -138,14 +138,14 @@ def _refitted(sizes: Sizes, recipe: Recipe, base: BaseWeights) -> dict[str, int]
 
 
 def _files(sizes: Sizes, base: BaseWeights, on_gpu: bool) -> int:
-    """Bytes of the file that is written and of its copy; on a GPU, of the layer that is folded and of one loaded beside it."""
+    """Bytes of the file being written and of its copy; on a GPU, of the layer being folded and of one loaded beside it."""
     if on_gpu:
         return 2 * sizes.decoder_params // sizes.shape.num_layers * base.dtype.itemsize
     return 2 * min(sizes.total * base.dtype.itemsize, CHECKPOINT_SHARD_BYTES)
 
 
 def weight_bytes(sizes: Sizes, dtype: torch.dtype, shards: int = 1) -> int:
-    """Bytes of the frozen base in one process. If it is sharded, the layer that runs is whole, and so is the output matrix."""
+    """Bytes of the frozen base in one process. If it is sharded, the running layer and the output matrix are complete."""
     if shards == 1:
         return sizes.total * dtype.itemsize
     whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output
@@ -159,8 +159,8 @@ def fitted_tokens(repair: RepairSection, data: DataSection) -> int:
 
 
 def equation_bytes(shape: ModelShape, tokens: int, repair: RepairSection) -> int:
-    """Bytes of one layer's normal equations: Gram matrix, other side and solution in float32 and float64, and a factor; of few
-    tokens, their rows and gaps, and the change twice."""
+    """Bytes of one layer's normal equations: Gram matrix, right-hand side and solution in float32 and float64, and a factor; for
+    few tokens, their rows and gaps, and the change twice."""
     size, hidden = shape.mlp_size, shape.hidden_size
     if keeps_tokens(tokens, size, repair.rank if repair.mode == "low_rank" else 0):
         return (tokens * (size + hidden) + 2 * size * hidden) * _FLOAT32 + 2 * tokens * tokens * _FLOAT64
@@ -175,13 +175,13 @@ def hidden_state_bytes(s: ModelShape, dtype: torch.dtype, repair: RepairSection,
 
 
 def available_memory(device: str) -> AvailableMemory:
-    """Return what is free on this machine, or of the part of it that this process may use."""
+    """Return what is free on this machine, or of the part that this process may use."""
     return AvailableMemory(min([psutil.virtual_memory().available, *_left_in_cgroups()]), free_on_device(device))
 
 
 def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yield the bytes left in this process's control group and in those around it, if they are limited. Pages of files that
-    were read long ago count as used, but the kernel frees them when memory is needed."""
+    """Yield the free bytes of this process's control group and its parents, if they are limited. Pages of files read long ago
+    count as used, but the kernel frees them when needed."""
     try:
         lines = own.read_text(encoding="ascii").splitlines()
     except OSError:  # no Linux
@@ -206,8 +206,8 @@ def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"
 
 
 def check_memory(recipe: Recipe, folds: bool) -> None:
-    """Raise UserError if training, or with `folds` also repair and folding, cannot fit into what is free. All processes of a
-    run call it: those on one machine share its main memory, and each has a GPU of its own."""
+    """Raise UserError if training, or with `folds` also repair and folding, cannot fit in free memory. All processes of a run
+    call it: those on one machine share its main memory, and each has its own GPU."""
     distributed.on_rank_zero(lambda: _check(recipe, folds))
 
 
@@ -217,7 +217,7 @@ def _check(recipe: Recipe, folds: bool) -> None:
     base = BaseWeights.of(recipe)
     on_gpu = base.device.startswith("cuda")
     sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
-    training, *repair, folding = least_memory(sizes, *settled(recipe))
+    training, *repair, folding = least_memory(sizes, *resolve_method(recipe))
     available = available_memory(base.device)
     free = available.device_memory if on_gpu else available.memory
     local = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""What a method is: it reads a dense model and text, and makes a plan."""
+"""The interface of a method: it reads a dense model and text, and makes a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tomoe.plans import AnyPlan
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.elimination import elimination_operations
 from tomoe.plans.partition.experts import FLOAT32, Experts, Room, fine_bytes, fine_operations, plan_fine
-from tomoe.plans.partition.layouts import FineLayout, Layout, least_active, settle_layout, tolerance_of
+from tomoe.plans.partition.layouts import FineLayout, Layout, layout_of, least_active, tolerance_of
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.recipe.base import BaseRecipe
 from tomoe.recipe.conversion import Recipe
@@ -31,7 +31,7 @@ from tomoe.training.run_folder import Checkpoint, RunFolder
 
 
 class MethodConfig(BaseRecipe):
-    """The settings of a method: fields with defaults. Raises UserError, in one sentence, for a key or value that it has not."""
+    """The settings of a method: fields with defaults. Raises UserError, in one sentence, for an unknown key or a wrong value."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
     CALLED: ClassVar[str] = "the settings of the method"
@@ -39,7 +39,7 @@ class MethodConfig(BaseRecipe):
 
 @dataclass(frozen=True)
 class Task:
-    """What a method is given."""
+    """The input of a method."""
 
     model: PreTrainedModel
     """The dense model, frozen. Its layers may be on disk (`offload`), or sharded over processes (`train.shard`)."""
@@ -64,13 +64,13 @@ class Task:
         return self.model if self.load_original is None else self.load_original()
 
     def calibration(self, model: PreTrainedModel) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-        """Calibration tokens, and where they are no padding, on the device of a model."""
+        """Return calibration tokens and the mask of real ones, on the device of a model."""
         text = self.text.calibration
         return text.input_ids.to(model.device), text.mask.to(model.device)
 
 
 class Method:
-    """A way to choose what a token uses. A subclass has `experts`, which groups the neurons of one layer, or its own `plan`."""
+    """Chooses what a token uses. A subclass has `experts`, which groups the neurons of one layer, or its own `plan`."""
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
@@ -102,7 +102,7 @@ class Method:
 
     @classmethod
     def implied_by(cls, recipe: Recipe) -> bool:
-        """Whether a recipe that names no method asks for this one."""
+        """Whether a recipe that names no method implies this one."""
         return False
 
     @classmethod
@@ -111,11 +111,11 @@ class Method:
         return (cls.__doc__ or "").strip().partition("\n\n")[0].replace("\n    ", " ")
 
     def experts(self, seen: Activations, room: Room) -> Experts:
-        """Group the neurons of one layer from its activations on calibration text: `room` says into how many of which size."""
+        """Group the neurons of one layer from its activations on calibration text into the experts that `room` describes."""
         raise NotImplementedError(f"{type(self).__name__} has neither experts() nor a plan() of its own")
 
     def plan(self, task: Task) -> AnyPlan:
-        """Make the plan, with the fraction `recipe.active` of the decoder parameters. Raises UserError if that cannot be met."""
+        """Make the plan, with the fraction `recipe.active` of the decoder parameters. Raises UserError if that is impossible."""
         recipe, shape, layout = task.recipe, task.shape, self.layout(task.recipe, task.shape)
         assert isinstance(layout, FineLayout)
         plan = plan_fine(
@@ -137,19 +137,19 @@ class Method:
         raise UserError(f"method {self.name} trains nothing; convert with it, or choose another method")
 
     def extract(self, task: Task, checkpoint: Checkpoint, trained_for: float) -> AnyPlan:
-        """The plan of a checkpoint for `recipe.active`, which may differ from the fraction that the run was trained for."""
+        """Make the plan of a checkpoint for `recipe.active`, which may differ from the fraction that the run was trained for."""
         raise NotImplementedError
 
     def layout(self, recipe: Recipe, shape: ModelShape) -> Layout | None:
-        """How experts divide a layer; None without experts. Raises UserError where no plan can meet the budget."""
-        return settle_layout(recipe, shape)
+        """Return how experts divide a layer; None without experts. Raises UserError if no plan can meet the budget."""
+        return layout_of(recipe, shape)
 
     def least_active(self, recipe: Recipe, shape: ModelShape) -> float:
-        """The smallest fraction of the decoder parameters that a plan can have active."""
+        """Return the smallest active fraction of the decoder parameters that a plan can have."""
         return least_active(shape, recipe)
 
     def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
-        """Bytes that `plan` holds at most beside the weights, by what they are for; `dtype` is that of the activations."""
+        """Estimate the peak bytes of `plan` besides the weights, by purpose; `dtype` is that of the activations."""
         layout = self.layout(recipe, shape)
         assert isinstance(layout, FineLayout)
         # of each layer the router in float32 and the expert of each neuron
@@ -158,7 +158,7 @@ class Method:
         return {"experts and routers": kept, "activations of one layer": activations}
 
     def operations(self, recipe: Recipe, shape: ModelShape, output: int) -> float:
-        """Multiplications and additions of the products that `plan` computes; output: weights of the output matrix."""
+        """Count operations of the matrix products in `plan`; output: weights of the output matrix."""
         layout, tokens = self.layout(recipe, shape), recipe.data.calibration_tokens
         passed = 2 * tokens * decoder_params(shape)
         if not isinstance(layout, FineLayout):
@@ -168,12 +168,12 @@ class Method:
         )
 
     def grouping(self, shape: ModelShape, layout: FineLayout, tokens: int) -> float:
-        """Operations of `experts` for one layer, about; nothing where no matrices are multiplied."""
+        """Estimate the operations of `experts` for one layer; 0 without matrix products."""
         return 0.0
 
 
 def training_operations(recipe: Recipe, shape: ModelShape, output: int) -> float:
-    """Operations of the steps of a recipe: the teacher forward, the student forward and backward to its activations."""
+    """Count operations of a recipe's steps: the teacher forward, the student forward and backward to its activations."""
     train = recipe.train
     tokens = train.steps * train.batch_size * train.gradient_accumulation_steps * recipe.data.seq_len
     return 2 * tokens * 3 * (decoder_params(shape) + output)

@@ -62,7 +62,7 @@ def _routed_experts(
     some_t: Int[Tensor, " t"],
     room: Room,
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, "N D"], Float[Tensor, " N"]]:
-    """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens."""
+    """Return the expert of each routed neuron, and weight and bias of the router; clustering starts on some of the tokens."""
     # numbers of all tokens have no names here, so that as few of them as can be are held at once
     regression = RidgeRegression(x_TD, room.router_bias)
     # neurons that work on the same tokens belong together: then a token needs few experts

@@ -58,7 +58,7 @@ class CMoE(Method):
         return Experts(expert_F)
 
     def active(self, seen: Activations) -> Bool[Tensor, "T F"]:
-        """Whether a neuron is among the `top` of each token."""
+        """Mark the `top` neurons of each token."""
         active_TF = torch.zeros_like(seen.h_TF, dtype=torch.bool)
         top = min(self.config.top, active_TF.shape[1])
         pieces = zip(*(t.split(PIECE_TOKENS) for t in (active_TF, seen.x_TD, seen.h_TF)), strict=True)
@@ -68,7 +68,7 @@ class CMoE(Method):
         return active_TF
 
     def clusters(self, active_Tn: Bool[Tensor, "T n"], room: Room) -> Int[Tensor, " n"]:
-        """Balanced k-means of the columns, which stand in the order of their rates."""
+        """Balanced k-means of the columns, which are sorted by their rates."""
         centroids_TN = active_Tn[:, : room.num_experts].float()
         for _ in range(self.config.steps):
             pieces = zip(active_Tn.split(PIECE_TOKENS), centroids_TN.split(PIECE_TOKENS), strict=True)
@@ -82,7 +82,7 @@ class CMoE(Method):
 
 
 def _by_directions(seen: Activations, x_tD: Float[Tensor, "t D"]) -> Float[Tensor, "t F"]:
-    """The neurons of an MLP whose input and rows of weights have unit length, without biases."""
+    """Return the neurons of an MLP with input and weight rows of unit length, without biases."""
     x_tD = F.normalize(x_tD, dim=1)
 
     def project(projection: Linear) -> Float[Tensor, "t F"]:

@@ -1,4 +1,4 @@
-"""DOT-MoE (arXiv 2606.01666): which neurons form an expert is learned, as a balanced transport from neurons to experts.
+"""DOT-MoE (arXiv 2606.01666): learns which neurons form an expert, as a balanced transport from neurons to experts.
 
 Per layer there is an affinity of each neuron to each expert. Sinkhorn iterations turn it into a soft assignment, in which a
 neuron counts once and an expert as often as it has room; greedy rounding makes it a hard one, and a straight-through gradient
@@ -66,8 +66,7 @@ class DotMoEConfig(MethodConfig):
 
 
 def sinkhorn(logits: Float[Tensor, "F C"], capacities: Float[Tensor, " C"], steps: int) -> Float[Tensor, "F C"]:
-    """The matrix nearest to exp(logits) up to factors of rows and columns whose rows sum to 1 and whose columns sum to their
-    capacities. It ends with the rows, which are exact.
+    """Scale rows and columns of exp(logits) so that rows sum to 1 and columns to their capacities. Rows, scaled last, are exact.
 
     The first step is in log space, where no exp can overflow; the others scale what it gave.
     """
@@ -82,7 +81,7 @@ def sinkhorn(logits: Float[Tensor, "F C"], capacities: Float[Tensor, " C"], step
 
 
 class _Transport(torch.autograd.Function):
-    """`sinkhorn` with the gradient of what it converges to, from one small system instead of all iterations."""
+    """`sinkhorn` with the gradient at convergence, from one small system instead of all iterations."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, capacities: Tensor, steps: int) -> Tensor:
@@ -97,7 +96,7 @@ class _Transport(torch.autograd.Function):
 
 
 def transport_gradient(soft_FC: Float[Tensor, "F C"], grad_FC: Float[Tensor, "F C"]) -> Float[Tensor, "F C"]:
-    """The gradient to the logits of a converged transport P, from the gradient G to P.
+    """Return the gradient to the logits of a converged transport P, from the gradient G to P.
 
     It is P (G - a - b) with the a of a row and the b of a column that leave no row and no column a sum: the factors of `sinkhorn`
     would undo it.
@@ -106,7 +105,7 @@ def transport_gradient(soft_FC: Float[Tensor, "F C"], grad_FC: Float[Tensor, "F 
     rows_F, columns_C = soft_FC.sum(1), soft_FC.sum(0)
     scaled_FC = soft_FC / rows_F[:, None]
     system_CC = (columns_C.diag() - soft_FC.T @ scaled_FC).double()
-    # one number may be added to all b, and taken from all a: the sum of b is settled as 0
+    # one number may be added to all b, and taken from all a: fix the sum of b at 0
     system_CC += columns_C.mean().double() / len(columns_C)
     wanted_C = weighted_FC.sum(0) - scaled_FC.T @ weighted_FC.sum(1)
     b_C = torch.linalg.solve(system_CC, wanted_C.double()).to(soft_FC.dtype)
@@ -115,7 +114,7 @@ def transport_gradient(soft_FC: Float[Tensor, "F C"], grad_FC: Float[Tensor, "F 
 
 
 class LearnedGroups(nn.Module):
-    """Affinities and routers of all layers, in float32; how many experts a token uses stays as it was at the start."""
+    """Affinities and routers of all layers, in float32; the number of experts per token is that of the start."""
 
     routers: Sequence[ExpertRouter]
     experts_per_token: Int[Tensor, " L"]
@@ -135,7 +134,7 @@ class LearnedGroups(nn.Module):
         self.register_buffer("experts_per_token", torch.ones(shape.num_layers, dtype=torch.long))
 
     @torch.no_grad()
-    def start_(self, plan: Plan) -> None:
+    def initialize_(self, plan: Plan) -> None:
         """Start from the groups and routers of a plan."""
         for i, layer in enumerate(plan.layers):
             assert layer.shared_mask is not None
@@ -149,29 +148,29 @@ class LearnedGroups(nn.Module):
             self.experts_per_token[i] = layer.top_k
 
     def chooses(self, i: int) -> bool:
-        """Whether tokens of a layer leave any expert out; otherwise there is nothing to learn."""
+        """Whether tokens of a layer leave any expert out; otherwise there is nothing to train."""
         return int(self.experts_per_token[i]) < self.layout.num_experts
 
     def soft(self, i: int) -> Float[Tensor, "F C"]:
-        """The soft assignment of layer i."""
+        """Return the soft assignment of layer i."""
         capacities = self.affinity.new_tensor(self.capacities)
         logits = self.affinity[i] / self.config.sinkhorn_temperature
         assigned: Tensor = _Transport.apply(logits, capacities, self.config.sinkhorn_steps)
         return assigned
 
     def assignment(self, i: int) -> Float[Tensor, "F C"]:
-        """The hard assignment of layer i, 0/1, with a straight-through gradient to the soft one."""
+        """Return the hard assignment of layer i, 0/1, with a straight-through gradient to the soft one."""
         soft_FC = self.soft(i)
         hard_FC = F.one_hot(self.columns(soft_FC), len(self.capacities)).to(soft_FC.dtype)
         return hard_FC + (soft_FC - soft_FC.detach())
 
     def columns(self, soft_FC: Float[Tensor, "F C"]) -> Int[Tensor, " F"]:
-        """The column of each neuron by greedy rounding, as many in each as it has room for."""
+        """Assign each neuron to a column by greedy rounding, within the columns' capacities."""
         return balanced_assignment(soft_FC.detach(), self.capacities)
 
     @torch.no_grad()
     def plan(self) -> Plan:
-        """The plan of what was learned."""
+        """Make the plan of what was learned."""
         return Plan(self.shape, tuple(self._layer(i) for i in range(self.shape.num_layers)))
 
     def _layer(self, i: int) -> LayerPlan:
@@ -184,7 +183,7 @@ class LearnedGroups(nn.Module):
 
 
 class LearnedMasks:
-    """The masks of one layer in one step of training, with gradients to its affinities and its router."""
+    """The masks of one layer in one training step, with gradients to its affinities and its router."""
 
     attention = None
 
@@ -206,7 +205,7 @@ class LearnedMasks:
         return chosen_TC @ self.assignment_FC.T
 
     def z_loss(self) -> Float[Tensor, ""]:
-        """The mean square of log sum exp of the router's logits."""
+        """Mean square of log sum exp of the router's logits."""
         assert self.logits_TN is not None
         return self.logits_TN.logsumexp(-1).square().mean()
 
@@ -260,7 +259,7 @@ class DotMoE(Method):
     requires: ClassVar[dict[str, Any]] = {"start": "carved", "attention.pruning": "off", "experts.form": "fine"}
 
     def experts(self, seen: Activations, room: Room) -> Experts:
-        """The groups that training starts from."""
+        """Make the groups that training starts from."""
         if self.config.groups == "carve":
             return Carve().experts(seen, room)
         of_each = [room.shared] + [room.expert_size] * room.num_experts
@@ -293,13 +292,13 @@ class DotMoE(Method):
         return LearnedGroups(task.shape, layout, self.config).to(task.model.device)
 
     def _trained(self, task: Task) -> tuple[LearnedGroups, dict[str, Any]]:
-        """What was learned from the last checkpoint, or else from the start, to the last step; and the notes of its plan."""
+        """Train from the last checkpoint, or else from the start, to the last step; return the result and plan notes."""
         recipe, net = task.recipe, self._network(task)
         # otherwise a checkpoint holds it
         if not task.run.steps():
             start = super().plan(replace(task, ended=lambda _: task.ended("carving")))
             assert isinstance(start, Plan)
-            net.start_(start)
+            net.initialize_(start)
             if not any(net.chooses(i) for i in range(task.shape.num_layers)):
                 raise UserError(
                     f"active = {recipe.active} leaves no expert of any layer out, so dot_moe has nothing to learn; set a smaller "

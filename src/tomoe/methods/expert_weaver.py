@@ -5,7 +5,7 @@ The profile of a neuron is its mean act(gate x) on each sequence. Neurons whose 
 universal neurons of the highest mean, then, where there are too few, others of the lowest variation. Experts: balanced k-means of
 the other profiles. Router: the mean of the gate's rows of an expert, so nothing is fitted.
 
-The budget gives tokens equally many neurons in all layers (but for a few that stay whole), and experts have one size. So the
+The budget gives tokens equally many neurons in all layers (except for a few dense ones), and experts have one size. So the
 shared part of a layer is the one of the layout and the experts that every token uses beside it: right to half an expert, with one
 expert left to choose at least. A target whose routers have no bias cannot mark such experts.
 
@@ -76,7 +76,7 @@ class ExpertWeaver(Method):
         return super().peak(recipe, shape, dtype, vocabulary) | {"activated gates of one layer": gates}
 
     def most_universal(self, profile_sF: Float[Tensor, "s F"]) -> tuple[Int[Tensor, " F"], int]:
-        """All neurons, those to be shared first, and how many are universal."""
+        """Return all neurons, those to be shared first, and how many are universal."""
         mean_F = profile_sF.mean(0).abs()
         variation_F = profile_sF.std(0) / mean_F.clamp_min(torch.finfo(mean_F.dtype).tiny)
         universal_F = variation_F <= self.config.threshold
@@ -86,7 +86,7 @@ class ExpertWeaver(Method):
         return order_F, int(universal_F.sum())
 
     def always_used(self, universal: float, room: Room) -> int:
-        """Experts that every token uses, so that the share `universal` of its neurons is shared."""
+        """Count the experts that every token uses, so that the share `universal` of its neurons is shared."""
         if not room.router_bias:
             return 0
         width = room.shared + room.top_k * room.expert_size
@@ -94,7 +94,7 @@ class ExpertWeaver(Method):
 
 
 def _means(gate_TF: Float[Tensor, "T F"], sequence_T: Int[Tensor, " T"]) -> Float[Tensor, "s F"]:
-    """The mean over the tokens of each sequence that has any."""
+    """Average over the tokens of each sequence that has any."""
     numbers = sequence_T.unique(return_inverse=True)[1]
     members_Ts = F.one_hot(numbers).to(gate_TF.dtype)
     return (members_Ts / members_Ts.sum(0)).T @ gate_TF
@@ -103,7 +103,7 @@ def _means(gate_TF: Float[Tensor, "T F"], sequence_T: Int[Tensor, " T"]) -> Floa
 def _mean_gates(
     seen: Activations, expert_F: Int[Tensor, " F"], always: int, room: Room
 ) -> tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]:
-    """Weight and bias of the mean gate of each expert (without a gate, of the up projection); the first `always` always win."""
+    """Return weight and bias of the mean gate (else up) row of each expert; the first `always` experts always win."""
     gate = seen.mlp.gate or seen.mlp.up
     members_NF = F.one_hot(expert_F + 1, room.num_experts + 1)[:, 1:].T.float() / room.expert_size
     bias_N = torch.zeros_like(members_NF[:, 0])
@@ -114,7 +114,7 @@ def _mean_gates(
 
 
 def _leaving_a_choice(layer: LayerPlan) -> LayerPlan:
-    """The layer with one expert to choose at least: whole layers leave the others fewer experts than their rooms said."""
+    """Return the layer with at least one expert to choose: dense layers leave the others fewer experts than planned."""
     assert layer.router_bias is not None
     too_many = layer.always_used.clone()
     too_many[: layer.top_k - 1] = False

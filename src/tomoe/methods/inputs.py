@@ -1,4 +1,4 @@
-"""The method `inputs`: how many inputs each projection gets of a budget.
+"""The method `inputs`: how many inputs of each projection a budget allows.
 
 Shapes, and the letters at the ends of names: T tokens, D inputs of a projection.
 """
@@ -24,7 +24,7 @@ from tomoe.model.hooks import hooked
 from tomoe.model.mlp import Linear
 from tomoe.model.projections import KINDS, Group, Kind, Layer, groups_of
 from tomoe.model.shape import ModelShape
-from tomoe.plans.inputs import InputsPlan, Knot
+from tomoe.plans.inputs import InputsPlan, PathPoint
 from tomoe.plans.partition.experts import FLOAT32
 from tomoe.progress import StageCallback, no_stage_progress, stage_callback
 from tomoe.recipe.conversion import Recipe
@@ -32,7 +32,7 @@ from tomoe.recipe.target_rules import Form
 
 
 def column_norms(group: Group) -> Float[Tensor, " D"]:
-    """The norm of each column of the matrices of a group, one upon another, rounded to a bfloat16 value."""
+    """Return the norm of each column of a group's stacked matrices, rounded to a bfloat16 value."""
     norms = torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0)
     return norms.bfloat16().float()
 
@@ -40,12 +40,12 @@ def column_norms(group: Group) -> Float[Tensor, " D"]:
 LEAST_INPUTS = 0.1  # the smallest share of its inputs that a projection gets
 LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
 """Shares of its inputs that a projection can get, from all of them down to a tenth."""
-KNOTS = tuple(i / 20 for i in range(19, 1, -1))  # active fractions at which the path is recorded, as far as it goes
+RECORDED = tuple(i / 20 for i in range(19, 1, -1))  # active fractions at which the path is recorded, as far as it goes
 THINNED = 4
 """Of so many tokens in a row one is looked at: neighbours tell much the same, and sorting takes as long as the model does."""
 REACH = 6
 """Levels that a step of the search may skip, so that a projection whose next step costs more than those after it is not stuck."""
-FLOOR = 0.7
+MIN_SHARE = 0.7
 """Least share of a projection's inputs, relative to the mean share: to second order an early error does not harm what is behind
 it, so at small budgets the search would starve some projections (docs/lab/log.md)."""
 
@@ -61,7 +61,7 @@ def input_costs(
     seed: int,
     progress: StageCallback = no_stage_progress,
 ) -> Costs:
-    """What each projection loses at every level, from one forward and one backward pass over calibration text.
+    """Estimate what each projection loses at every level, from one forward and one backward pass over calibration text.
 
     Dropping input i changes the log-probability of a text y by g_i x_i, g the gradient with respect to the projection's input.
     With y drawn from the model itself, half of the mean of its square is the KL to second order; what several inputs change is
@@ -86,7 +86,7 @@ def input_costs(
 def _with_gradients(
     model: PreTrainedModel, layers: Sequence[Layer], ids: Int[Tensor, " S"], generator: torch.Generator
 ) -> dict[tuple[int, Kind], Tensor]:
-    """The inputs of all projections, with the gradient of the log-probability of tokens that the model itself draws."""
+    """Return the inputs of all projections, with the gradient of the log-probability of tokens drawn from the model itself."""
     inputs: dict[tuple[int, Kind], Tensor] = {}
 
     def hooks() -> Iterator[RemovableHandle]:
@@ -114,7 +114,7 @@ def _with_gradients(
 def _dropped(
     x_TD: Float[Tensor, "T D"], gradient_TD: Float[Tensor, "T D"], norms_D: Float[Tensor, " D"]
 ) -> Float[Tensor, " levels"]:
-    """The sum over tokens, and over the inputs that they drop, of (g_i x_i)^2 at every level, float64."""
+    """Sum (g_i x_i)^2 over tokens and over the inputs that they drop, at every level, in float64."""
     order_TD = (x_TD.float().abs() * norms_D).argsort(dim=-1, stable=True)
     changes_TD = (x_TD.float() * gradient_TD.float()).square().gather(-1, order_TD)
     # the smallest are dropped first, so one cumulative sum has the loss at every level; over so many tokens float32 would drift
@@ -124,13 +124,13 @@ def _dropped(
 
 
 def inputs_at_level(width: int, level: int) -> int:
-    """Inputs of a token at a level, at least one."""
+    """Return inputs per token at a level, at least one."""
     return max(1, round(LEVELS[level] * width))
 
 
 class _Search:
-    """Levels of all projections, lowered one step at a time: always the step that costs least for each weight it saves, and
-    leaves its projection FLOOR of the mean share."""
+    """Levels of all projections, lowered one step at a time: always the step with the lowest cost per saved weight that leaves
+    its projection at least MIN_SHARE of the mean share."""
 
     def __init__(self, layers: Sequence[Layer], costs: Costs, total: int):
         self.layers, self.costs, self.total = layers, costs, total
@@ -138,15 +138,15 @@ class _Search:
         self.chosen = sum(group.width * group.columns for layer in layers for group in layer.values())
         self.levels = dict.fromkeys(costs, 0)
         self.saved = 0
-        # the next step of each projection that the floor, which falls with the mean, has left one
+        # the next step of each projection that may still go lower: the least share falls with the mean
         self.steps: dict[tuple[int, Kind], tuple[float, int, Kind, int]] = {}
         self._look()
 
     def _look(self) -> None:
-        """Find a next step for the projections that have none."""
-        floor = FLOOR * (1 - self.saved / self.chosen)
+        """Find a next step for the projections without one."""
+        least = MIN_SHARE * (1 - self.saved / self.chosen)
         for key in self.levels.keys() - self.steps.keys():
-            if (step := self._best(key, floor)) is not None:
+            if (step := self._best(key, least)) is not None:
                 self.steps[key] = step
 
     def _saving(self, key: tuple[int, Kind], last: int) -> int:
@@ -154,14 +154,14 @@ class _Search:
         group = self.layers[i][kind]
         return (inputs_at_level(group.width, self.levels[key]) - inputs_at_level(group.width, last)) * group.columns
 
-    def _best(self, key: tuple[int, Kind], floor: float) -> tuple[float, int, Kind, int] | None:
-        """The cheapest next step of a projection down to the floor; None if no number of inputs within REACH is smaller."""
+    def _best(self, key: tuple[int, Kind], least: float) -> tuple[float, int, Kind, int] | None:
+        """Return a projection's cheapest next step that keeps `least`; None if no number of inputs within REACH is smaller."""
         cost = self.costs[key]
         now = self.levels[key]
         steps = [
             (max(0.0, float(cost[level] - cost[now])) / saving, *key, level)
             for level in range(now + 1, min(now + REACH, len(LEVELS) - 1) + 1)
-            if LEVELS[level] >= floor and (saving := self._saving(key, level))
+            if LEVELS[level] >= least and (saving := self._saving(key, level))
         ]
         return min(steps, default=None)
 
@@ -173,12 +173,12 @@ class _Search:
         self._look()
 
     def active_after(self) -> float:
-        """The active fraction when the next step has been taken."""
+        """Return the active fraction after the next step."""
         _, i, kind, level = min(self.steps.values())
         return 1 - (self.saved + self._saving((i, kind), level)) / self.total
 
-    def knot(self, active: float | None = None) -> Knot:
-        """What tokens use now, or as much of the next step later as makes `active` of the parameters active."""
+    def point(self, active: float | None = None) -> PathPoint:
+        """Return what tokens use now, or with the part of the next step that reaches the fraction `active`."""
         inputs: dict[Kind, list[int]] = {
             kind: [
                 inputs_at_level(layer[kind].width, self.levels[i, kind]) if kind in layer else 0
@@ -194,29 +194,29 @@ class _Search:
             fewer = round((1 - saved / self.total - active) * self.total / columns)
             inputs[kind][i] -= fewer
             saved += fewer * columns
-        return Knot(1 - saved / self.total, inputs)
+        return PathPoint(1 - saved / self.total, inputs)
 
 
-def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: float) -> tuple[Knot, ...]:
-    """The path from all inputs to few, with a knot at the budget if it reaches that."""
+def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: float) -> tuple[PathPoint, ...]:
+    """Return the path from all inputs to few, with a point at the budget if it reaches that."""
     search = _Search(layers, costs, total)
-    path = [search.knot()]
-    wanted = sorted({fraction for fraction in (*KNOTS, active) if fraction < 1}, reverse=True)
+    path = [search.point()]
+    wanted = sorted({fraction for fraction in (*RECORDED, active) if fraction < 1}, reverse=True)
     while wanted and search.steps:
         if search.active_after() > wanted[0]:
             search.step()
             continue
-        knot = search.knot(wanted.pop(0))
-        if knot.active < path[-1].active:
-            path.append(knot)
-    last = search.knot()
+        point = search.point(wanted.pop(0))
+        if point.active < path[-1].active:
+            path.append(point)
+    last = search.point()
     if last.active < path[-1].active:
         path.append(last)
     return tuple(path)
 
 
 def check_reach(layers: Sequence[Layer], total: int, active: float) -> None:
-    """Raises UserError if the fewest inputs of all projections are more than the budget."""
+    """Raise UserError if the fewest inputs of all projections exceed the budget."""
     saved = sum(
         (group.width - inputs_at_level(group.width, len(LEVELS) - 1)) * group.columns
         for layer in layers
@@ -239,7 +239,7 @@ def plan_inputs(
     progress: StageCallback = no_stage_progress,
 ) -> InputsPlan:
     """Choose how many inputs every projection uses, on calibration text, for `active` and for every budget around it. Raises
-    UserError if no projection fits, or if so little cannot be reached."""
+    UserError if no projection fits, or if the budget cannot be reached."""
     layers = groups_of(model)
     check_reach(layers, decoder_params(shape), active)
     costs = input_costs(model, layers, ids, mask, seed, progress)

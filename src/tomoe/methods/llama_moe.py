@@ -6,7 +6,7 @@ among their best, an expert's worth each, picked again among those that are left
 pairs of a cluster and a neuron the most important first, until each cluster has its expert. This is the authors' "residual" split
 without overlap; their other one lets experts share neurons.
 
-What differs: clusters are by cosine and of any size (the authors keep their sizes within 40 % of equal), of the most important
+What differs: clusters are by cosine and of any size (the authors keep their sizes within 40% of equal), of the most important
 neurons those are shared that matter most in sum where several are picked equally often, and nothing is trained afterwards.
 
 Shapes, and the letters at the ends of names: S tokens of a sequence, D hidden size, F neurons, N experts.
@@ -91,7 +91,7 @@ class LlamaMoE(Method):
 def clusters(
     model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], num_clusters: int, seed: int
 ) -> list[Float[Tensor, "N D"]]:
-    """The centroids of the inputs of each MLP, as the router will hold them."""
+    """Return the centroids of the inputs of each MLP, as the router will store them."""
 
     def visit(i: int, seen: Activations) -> Gates:
         return Gates(bfloat16_values(spherical_kmeans(seen.x_TD, num_clusters, derive_seed(seed, "clusters", i))))
@@ -109,7 +109,7 @@ def importance_of_neurons(
     gates: Sequence[Float[Tensor, "N D"]],
     progress: StageCallback = no_stage_progress,
 ) -> list[Float[Tensor, "N F"]]:
-    """The mean of |h dL/dh| over the tokens of each cluster, layer by layer; 0 for a cluster without tokens.
+    """Return the mean of |h dL/dh| over the tokens of each cluster, layer by layer; 0 for an empty cluster.
 
     L is the sum of the next tokens' negative log-likelihoods. One sequence at a time runs forward and backward.
     """
@@ -153,7 +153,7 @@ def importance_of_neurons(
 
 
 def split(importance_NF: Float[Tensor, "N F"], room: Room) -> Int[Tensor, " F"]:
-    """The expert of each neuron, or SHARED, from the importance of neurons to clusters."""
+    """Return the expert of each neuron, or SHARED, from the importance of neurons to clusters."""
     importance_NF = importance_NF.cpu()
     shared = most_picked(importance_NF, room.expert_size, room.shared)
     expert_F = torch.full((importance_NF.shape[1],), SHARED)
@@ -174,7 +174,7 @@ def split(importance_NF: Float[Tensor, "N F"], room: Room) -> Int[Tensor, " F"]:
 
 
 def most_picked(importance_NF: Float[Tensor, "N F"], size: int, number: int) -> Int[Tensor, " number"]:
-    """The neurons that most clusters have among their best `size`, then among the best that are left, until there are enough."""
+    """Pick the neurons among the best `size` of most clusters, then among the best of the rest, until there are enough."""
     left_NF = importance_NF.clone()
     found: list[Tensor] = []
     while missing := number - sum(len(neurons) for neurons in found):

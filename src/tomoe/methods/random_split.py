@@ -1,4 +1,4 @@
-"""Neurons dealt out at random, as in LLaMA-MoE: of the ways to divide a layer that its authors trained, the one that did best."""
+"""Neurons split at random, as in LLaMA-MoE: the best of the splits that its authors trained."""
 
 from __future__ import annotations
 

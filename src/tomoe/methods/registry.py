@@ -36,14 +36,14 @@ def method(name: str, paper: str = "") -> Callable[[AnyMethod], AnyMethod]:
 
 
 def names() -> list[str]:
-    """The names of all methods that need no file."""
+    """Return the names of all methods that need no file."""
     package = importlib.import_module("tomoe.methods")
     own = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in _CORE]
     return sorted({*own, *(point.name for point in entry_points(group=GROUP)), *_FOUND})
 
 
 def find(name: str) -> type[Method]:
-    """The class of a method: a registered name, or FILE.py:CLASS. Raises UserError if there is none, or if it is not one."""
+    """Return the class of a method: a registered name, or FILE.py:CLASS. Raises UserError if it is missing or not a method."""
     if name in _FOUND:
         return _FOUND[name]
     if (path := file_of(name)) is not None:
@@ -61,13 +61,13 @@ def find(name: str) -> type[Method]:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of a method that is named FILE.py:CLASS; None for another name."""
+    """Return the file of a method named FILE.py:CLASS; None for other names."""
     path, colon, _ = name.rpartition(":")
     return Path(path) if colon and path.endswith(".py") else None
 
 
 def _in_file(path: Path, class_name: str) -> type[Method]:
-    """Runs the file as a module of its own; its classes need not register themselves."""
+    """Run the file as a module of its own; its classes need not register themselves."""
     if not path.is_file():
         raise UserError(f"there is no file {path} with a method; a method is a name or FILE.py:CLASS")
     spec = importlib.util.spec_from_file_location(f"tomoe_method_{path.stem}", path)
@@ -89,8 +89,8 @@ def _checked(found: Any, name: str) -> type[Method]:
     return found
 
 
-def settled(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recipe]:
-    """The method of a recipe with its settings, or the one that is given, and the recipe with all that the method implies.
+def resolve_method(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recipe]:
+    """Return a recipe's method with its settings, or the given one, and the recipe with all that the method implies.
 
     Raises UserError for an unknown method or setting, and for keys of the recipe that do not go with the method.
     """
@@ -123,12 +123,12 @@ _KINDS: dict[Form, str] = {
 
 
 def _fits(method: type[Method], target: str) -> bool:
-    """Whether a target has a place for a plan of a method."""
+    """Whether a target supports the plans of a method."""
     return bool({method.kind, *method.other_kinds} & {*TARGET_RULES[target].forms})
 
 
 def _implied(recipe: Recipe) -> str:
-    """The method of a recipe that names none: the one that its keys are of, or the default."""
+    """Return the method that a recipe without one implies by its keys, or the default."""
     return next((name for name in names() if find(name).implied_by(recipe)), DEFAULT)
 
 

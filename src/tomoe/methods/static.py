@@ -46,7 +46,7 @@ class StaticConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class RankedNeurons:
-    """The neurons of one layer in the order in which they are kept."""
+    """The neurons of one layer in the order of their importance."""
 
     ranks: Int[Tensor, " F"]  # 0 is dropped last
     loss: Float[Tensor, " u"]
@@ -97,7 +97,7 @@ class Static(Method):
         return plan
 
     def ranked(self, seen: Activations) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
-        """The rank of each neuron of a layer (0 is dropped last), and the error of keeping 0, 1, .. F of them."""
+        """Return the rank of each neuron of a layer (0 is dropped last), and the error of keeping 0, 1, .. F of them."""
         down_gram = seen.down_DF.T @ seen.down_DF
         error = error_matrix(seen.h_TF.float(), seen.weight_T, down_gram, len(seen.h_TF))
         assert isinstance(self.config, StaticConfig)
@@ -111,7 +111,7 @@ class Static(Method):
 def _widths(
     losses: Sequence[Float[Tensor, " u"]], layout: OverlappingLayout, shape: ModelShape, active: float, tolerance: float
 ) -> list[int]:
-    """The neurons that each layer keeps: as many as its error is worth, or equally many if the layout makes layers alike."""
+    """Return the neurons that each layer keeps: by its error, or equally many if the layout makes layers alike."""
     left = budget_of_mlps(shape, active, layout.num_experts)
     if units := units_of_layers(losses, layout, shape, left):
         widths = layout.widths(shape.mlp_size)

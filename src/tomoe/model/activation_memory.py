@@ -1,4 +1,4 @@
-"""The memory that the activations of a dense model take, by arithmetic on its sizes."""
+"""The memory of a dense model's activations, computed from its sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _FLOAT32 = 4  # bytes
 def activation_bytes(
     s: ModelShape, dtype: torch.dtype, tokens: int, checkpointing: bool = False, pruning: str = "off", experts: int = 0
 ) -> int:
-    """Bytes of the activations of one forward pass that are kept for the backward pass; with checkpointing the inputs of all
-    layers, what their tokens chose, and all activations of one."""
+    """Count bytes of the activations of a forward pass that the backward pass needs; with checkpointing the inputs of all layers,
+    what their tokens chose, and all activations of one layer."""
     # of one token in one layer; masks stay in the model's own dtype
     own = dtype.itemsize
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim

@@ -1,7 +1,7 @@
 """The attention of a dense model, as far as a recipe prunes it: separate projections, RoPE on half-split pairs, known norms.
 
-Only `attention.pruning` other than `off` needs any of this. A conversion that leaves attention whole runs the family's own
-attention and never looks inside.
+Only `attention.pruning` other than `off` needs any of this. A conversion with dense attention runs the family's own
+code for it and never looks inside.
 
 V and O of a key/value head may be turned by any orthogonal matrix R: v R (W_v' = R^T W_v, the bias with it) and the
 output matrices W_o R of all its query heads compute what v and W_o do. Masks of V/O dims then act in the new basis.
@@ -49,7 +49,7 @@ def _refuse(model: nn.Module, why: str) -> Refused:
 
 
 def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
-    """The attention of one decoder layer. Raises Refused if it has no separate Q, K, V and output projections."""
+    """Return the attention of one decoder layer. Raises Refused without separate Q, K, V and output projections."""
     attention = getattr(layer, "self_attn", None)
     if attention is None:
         raise _refuse(model, f"its decoder layer has no `self_attn`, but {children(layer)}")
@@ -67,7 +67,7 @@ def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
 
 
 def attention_sizes(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, int]:
-    """The sizes of these layers' attention by their names in `ModelShape`. Raises Refused if tomoe cannot prune it."""
+    """Return the sizes of these layers' attention by their names in `ModelShape`. Raises Refused if tomoe cannot prune it."""
     config = shape.text_config(model.config)
     parts = [attention_of(model, layer) for layer in layers]
     head_dim = int(getattr(parts[0].module, "head_dim", 0) or shape.head_dim(config))
@@ -120,8 +120,8 @@ def _probe_rotary(model: Any, attention: nn.Module, head_dim: int) -> int:
 
 
 def attention_checks(model: nn.Module, layers: Mapping[int, nn.Module]) -> Iterator[RemovableHandle]:
-    """Hooks that compare every attention with the formula of a pruned one, as soon as it has run: some of what a family adds
-    has no module to find (sinks, layers without RoPE, soft caps). Raises Refused in the forward pass."""
+    """Hook every attention to compare it with the formula of a pruned one as soon as it has run: some of a family's additions
+    have no module to find (sinks, layers without RoPE, soft caps). Raises Refused in the forward pass."""
     # These may have no effect on small activations.
     for name in ("attn_logit_softcapping", "clip_qkv"):
         if getattr(shape.text_config(model.config), name, None) is not None:
@@ -141,7 +141,7 @@ def attention_checks(model: nn.Module, layers: Mapping[int, nn.Module]) -> Itera
 def _formula(
     model: nn.Module, parts: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Float[Tensor, "1 S D"]:
-    """Attention as a pruned one computes it, on the arguments that the model passed to its own module."""
+    """Compute attention as a pruned one does, on the arguments that the model passed to its own module."""
     module: Any = parts.module
     inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     inputs |= inputs.get("kwargs", {})
@@ -173,8 +173,8 @@ def _formula(
 def rotate_heads(
     x: Float[Tensor, "*T h_C"], rotation: Float[Tensor, "G C C"], inverse: bool = False
 ) -> Float[Tensor, "*T h_C"]:
-    """Turn the last dim of x, all key/value or all query heads, by the rotation of their key/value head, or by
-    the inverse; in float32, returned in the dtype of x."""
+    """Rotate the last dim of x, all key/value or all query heads, by the rotation of their key/value head, or by the inverse; in
+    float32, returned in the dtype of x."""
     matrix = rotation.to(x.device, torch.float32)
     heads = x.float().unflatten(-1, (len(matrix), -1, matrix.shape[-1]))
     # a product with a broadcast would copy the rotations for every token, and learning would keep the copies
@@ -188,6 +188,6 @@ def rotate_weights(
     o_weight: Float[Tensor, "D H_C"],
     rotation: Float[Tensor, "G C C"],
 ) -> tuple[Float[Tensor, "G_C D"], Float[Tensor, " G_C"] | None, Float[Tensor, "D H_C"]]:
-    """Weight and bias of V and weight of O in the rotated basis, as new tensors of the same dtypes."""
+    """Return weight and bias of V and weight of O in the rotated basis, as new tensors of the same dtypes."""
     bias = None if v_bias is None else rotate_heads(v_bias, rotation)
     return rotate_heads(v_weight.mT, rotation).mT.contiguous(), bias, rotate_heads(o_weight, rotation)

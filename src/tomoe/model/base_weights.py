@@ -1,4 +1,4 @@
-"""How a run holds the dense weights: whole, offloaded to disk or sharded over ranks."""
+"""How a run holds the dense weights: in memory, offloaded to disk or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BaseWeights:
 
     @classmethod
     def of(cls, recipe: Recipe, model: str = "", stored: str = "") -> Self:
-        """The weights that a recipe asks for, with the current ranks; model, stored: their name and dtype, if not the
-        recipe's. Raises UserError for a device that does not exist."""
+        """Return the weights that a recipe asks for, with the current ranks; model, stored: name and dtype if not the recipe's.
+        Raises UserError for a device that does not exist."""
         train = recipe.train
         device = pick_device(recipe.device)
         dtype = getattr(torch, stored or train.dtype)
@@ -45,29 +45,29 @@ class BaseWeights:
 
     @property
     def is_original(self) -> bool:
-        """Whether the model for training has all of the original weights."""
+        """Whether the model for training has all original weights."""
         return self.shards == 1
 
     def for_training(self) -> PreTrainedModel:
-        """The model that calibration and training run on. Raises UserError if it cannot be loaded."""
+        """Load the model for calibration and training. Raises UserError if it cannot be loaded."""
         model = load_dense(self.model, self.dtype, self.device, shards=self.shards, offload=self.offload)
-        return self.computing_(model)
+        return self.to_compute_dtype_(model)
 
     def original(self) -> PreTrainedModel:
-        """The original weights, to calibrate and repair with, offloaded if possible, unless they are computed with in another
+        """Load the original weights for calibration and repair, offloaded if possible, unless they are computed with in another
         dtype. Raises UserError as `load_dense`."""
         if self.compute != self.dtype:
             return self.for_training()
         return load_dense(self.model, self.dtype, self.device, offload=None)
 
-    def computing_(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Give a model with weights of `dtype` the dtype to compute in."""
+    def to_compute_dtype_(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Cast a model to its compute dtype in place."""
         if self.compute != self.dtype:
             cast_(model, self.compute)
         return model
 
-    def stored_(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Undo `computing_`: the weights have the values that they had before."""
+    def to_stored_dtype_(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Undo `to_compute_dtype_`; the values are the original ones."""
         if self.compute != self.dtype:
             cast_(model, self.dtype)
         return model

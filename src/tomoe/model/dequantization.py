@@ -1,4 +1,4 @@
-"""Weights that are stored quantized are loaded as plain ones, by transformers, or refused with what to do.
+"""Quantized weights are dequantized by transformers on loading, or refused with advice.
 
 Whether transformers can turn a method back is asked of its own classes, not of a list: some methods dequantize while the
 tensors are read (fp8, compressed-tensors), others a model that was loaded packed (bitsandbytes), most not at all.
@@ -38,13 +38,13 @@ class Packing:
     method: str = ""  # the method as transformers names it; empty for plain weights
     renames: Mapping[str, str] = field(default_factory=dict)
     """Patterns of tensor names, and what transformers calls them."""
-    unpacked_whole: bool = False  # whether the model is loaded packed and dequantized then
+    unpacked_at_once: bool = False  # whether the model is loaded packed and dequantized then
 
 
-def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
-    """Make transformers dequantize what is stored quantized, and drop an entry of the config that names no method of its, or
-    that was left over beside plain weights; `dtypes`: of the stored tensors, as in their files. Raises UserError for a method
-    that transformers cannot turn back, and whatever it raises if a package is missing."""
+def prepare_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
+    """Make transformers dequantize quantized weights; drop an entry of the config that names no method of transformers, or was
+    left over beside plain weights. `dtypes`: of the stored tensors, as in their files. Raises UserError for a method that
+    transformers cannot dequantize, and whatever it raises if a package is missing."""
     entry = _entry(config)
     method = str(entry.get("quant_method", ""))
     if entry.get("load_in_4bit") or entry.get("load_in_8bit"):
@@ -75,24 +75,24 @@ def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pack
     AutoHfQuantizer.from_config(dict(config.quantization_config), pre_quantized=True).validate_environment(
         device_map=None, weights_only=True
     )
-    return Packing(method, unpacked_whole=not while_read)
+    return Packing(method, unpacked_at_once=not while_read)
 
 
 def _are_plain(dtypes: Mapping[str, str]) -> bool:
-    """Whether there are tensors, none of them packed and none beside them that unpacks others."""
+    """Whether there are tensors, none of them packed or a scale of packed ones."""
     plain = all(dtype in _PLAIN_DTYPES and not _PACKED.search(name) for name, dtype in dtypes.items())
     return bool(dtypes) and plain
 
 
 def drop_entry_(config: PreTrainedConfig) -> None:
-    """Take the quantization out of a config: its weights are plain."""
+    """Remove the quantization from a config: its weights are plain."""
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
 
 
 def _entry(config: PreTrainedConfig) -> dict[str, Any]:
-    """The config's own entry, or the one of its text model; empty if there is none."""
+    """Return the config's own entry, or that of its text model; empty if there is none."""
     for part in (config, config.get_text_config()):
         entry = getattr(part, "quantization_config", None)
         if isinstance(entry, dict):

@@ -1,4 +1,4 @@
-"""Tokens that show what a short text cannot: beyond sliding windows, and beyond the context that a model was first trained on.
+"""Tokens that test what a short text does not reach: beyond sliding windows, and beyond the original context.
 
 Letters: S tokens, t of them compared, V vocabulary.
 """
@@ -37,7 +37,7 @@ class FarTokens:
 
     @torch.no_grad()
     def run(self, model: Any) -> Float[Tensor, "t V"]:
-        """Logits of the last tokens, on the CPU."""
+        """Return the logits of the last tokens, on the CPU."""
         device = next(model.parameters()).device
         arguments: dict[str, Any] = {"input_ids": self.ids.to(device), "use_cache": False}
         # not where tokens have no positions
@@ -51,12 +51,12 @@ class FarTokens:
 
 
 def near_tokens(model: Any) -> FarTokens:
-    """A few tokens from the first position on, through all layers."""
+    """A few tokens from the first position, for all layers."""
     return _drawn("on its first tokens", text_config(model.config), 0, 2 * BEHIND, len(decoder_layers(model)))
 
 
 def far_tokens(model: Any) -> list[FarTokens]:
-    """What a model has to be tried on: one run for each edge that it has."""
+    """Return what to test a model on: one run for each of its limits."""
     config = text_config(model.config)
     layers = decoder_layers(model)
     found = []
@@ -80,14 +80,14 @@ def _drawn(what: str, config: PreTrainedConfig, start: int, count: int, layers: 
 
 
 def windows(config: PreTrainedConfig) -> set[int]:
-    """How many of the last tokens layers may see, by the config, as far as they are worth a run."""
+    """Return the sliding windows of the layers, by the config, as far as they are worth a run."""
     found = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     longest = min(MAX_WINDOW, (max_positions(config) or MAX_WINDOW) - BEHIND)
     return {w for w in found if isinstance(w, int) and 0 < w <= longest}
 
 
 def original_context(config: PreTrainedConfig) -> int | None:
-    """Tokens from which on rotary embeddings or scales change, if positions behind them are allowed."""
+    """Return the position at which rotary embeddings or scales change, if longer contexts are allowed."""
     rope = getattr(config, "rope_parameters", None) or {}
     # one for all layers, or one for each kind of them
     parameters = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
@@ -103,7 +103,7 @@ def original_context(config: PreTrainedConfig) -> int | None:
 
 @contextmanager
 def first_layers(model: Any, count: int) -> Iterator[None]:
-    """Inside the block the model has so many decoder layers."""
+    """Inside the block the model has only this many decoder layers."""
     path, layers = named_layers(model)
     parent, name = decoder_of(model), path.rpartition(".")[2]
     setattr(parent, name, nn.ModuleList(list(layers)[:count]))
@@ -115,7 +115,7 @@ def first_layers(model: Any, count: int) -> Iterator[None]:
 
 @torch.no_grad()
 def layer_outputs(model: Any, ids: Int[Tensor, "1 S"]) -> list[Float[Tensor, "S _"]]:
-    """What every decoder layer returns for some tokens, on the CPU."""
+    """Return the outputs of every decoder layer for some tokens, on the CPU."""
     outputs: list[Tensor] = []
 
     def note(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
@@ -127,7 +127,7 @@ def layer_outputs(model: Any, ids: Int[Tensor, "1 S"]) -> list[Float[Tensor, "S 
 
 
 def first_difference(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> str:
-    """The first layer whose outputs differ, relative to their size, in words."""
+    """Name the first layer whose outputs differ, and how much relative to their size."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if not (a - b).norm() <= tolerance * a.norm():
             return f"layer {i} is the first to differ"

@@ -46,8 +46,8 @@ LONG_PROMPT = 64  # tokens from which a dtype that the processor emulates is fel
 
 
 def asked(tokenizer: PreTrainedTokenizerBase, question: str, begun: str = "") -> list[int]:
-    """The tokens of a question in the model's chat template, up to where its answer begins, or goes on after `begun`. Raises
-    UserError if there is no template, or if it refuses the question."""
+    """Return the tokens of a question in the model's chat template, up to the beginning of its answer, or of what follows
+    `begun`. Raises UserError if there is no template, or if it refuses the question."""
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template, so it can only continue a text")
     turns = [{"role": "user", "content": question}]
@@ -118,7 +118,7 @@ def generate(
 
 
 def _refuse_nonfinite(_: Tensor, scores: Tensor) -> Tensor:
-    """The scores of the next token as they are. Raises UserError for what no token can be chosen by: the first would be."""
+    """Return the next-token scores unchanged. Raises UserError for NaN, with which the first token would be chosen."""
     if bool(scores.isnan().any()) or not bool(scores.isfinite().any()):
         raise UserError(
             "the predictions of the model are not finite numbers; load it in float32 or bfloat16, and if that does not help, "
@@ -128,13 +128,13 @@ def _refuse_nonfinite(_: Tensor, scores: Tensor) -> Tensor:
 
 
 def plain() -> dict[str, Any]:
-    """PLAIN, as far as this version of transformers knows it."""
+    """The settings of PLAIN that this version of transformers supports."""
     known = vars(GenerationConfig())
     return {name: value for name, value in PLAIN.items() if name in known}
 
 
 class _Streamer(BaseStreamer):
-    """Hands over what is written, in whole characters."""
+    """Passes generated text on in complete characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], on_text: Callable[[str], None]):
         self.tokenizer = tokenizer
@@ -145,7 +145,7 @@ class _Streamer(BaseStreamer):
         self.shown = 0
 
     def put(self, value: Tensor) -> None:
-        """`generate` gives the prompt first, then each token."""
+        """Receive the prompt first, then each token, from `generate`."""
         if not self.begun:
             self.begun = True
             return

@@ -1,4 +1,4 @@
-"""A .gguf file as input: what it is, and that everything in it is used.
+"""A .gguf file as input: what it is, and checks that everything in it is used.
 
 transformers reads some keys and tensors of such a file and passes over the rest without a word. Whatever decides what the
 model computes is given to it here, or refused in one sentence.
@@ -63,7 +63,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Raises UserError if the file cannot be parsed, or is a part of a model, an adapter or no language model."""
+        """Read a file. Raises UserError if it cannot be parsed, or is a part of a model, an adapter or no language model."""
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
 
@@ -78,29 +78,29 @@ class GgufFile:
 
     @property
     def _by_table(self) -> bool:
-        """Whether transformers reads it by tables, and reports nothing; of newer architectures it reads and reports all."""
+        """Whether transformers reads this architecture by tables, and reports nothing; else it reads and reports all."""
         return self.architecture in (*_READ, "qwen2moe", "qwen3moe")
 
     @property
     def reader(self) -> type[FastReader]:
-        """What reads its keys as transformers needs them: for some architectures it counts the tokens."""
+        """The reader that transformers needs for its keys: for some architectures it counts the tokens."""
         return HeaderReader if "vocab_size" in _READ.get(self.architecture, {"vocab_size"}) else FastReader
 
     @property
     def read_by_tensor(self) -> bool:
-        """Whether one tensor of the file is one of the model, so that each can be read by itself."""
+        """Whether each tensor of the file is one tensor of the model, so that each can be read by itself."""
         return self._by_table and not self.keys.get(f"{self.architecture}.expert_count")
 
     def lazy_tensors(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, LazyTensor | Tensor]:
-        """The tensors of a model, which is without weights, by name (`read_by_tensor`): as `gguf_tensors.lazy_tensors`, and
-        zeros for biases that the file lacks because their neighbors have one."""
+        """Return the tensors of a model without weights by name (`read_by_tensor`), as `gguf_tensors.lazy_tensors`, and zeros for
+        biases that the file lacks because their neighbors have one."""
         given = any(getattr(model.config, key, False) and self._biases(parts) for key, parts in _BIASES.items())
         biases = {name: t for name, t in model.state_dict().items() if given and name.endswith("_proj.bias")}
         zeros = {name: torch.zeros_like(t, dtype=dtype, device="cpu") for name, t in biases.items()}
         return zeros | lazy_tensors(self.path, self.tensors, self.architecture, model, dtype)
 
-    def settle_(self, config: PreTrainedConfig) -> None:
-        """Give the config what transformers did not take from the file. Raises UserError for what no config can say."""
+    def complete_config_(self, config: PreTrainedConfig) -> None:
+        """Add to the config what transformers did not read from the file. Raises UserError for what no config can express."""
         prefix = f"{self.architecture}."
         own = {k.removeprefix(prefix): v for k, v in self.keys.items() if k.startswith(prefix)}
         scaling = {k.removeprefix("rope.scaling."): v for k, v in own.items() if k.startswith("rope.scaling.")}
@@ -118,7 +118,7 @@ class GgufFile:
                 self._compare_(config, name, own[name], read)
 
     def _compare_(self, config: PreTrainedConfig, name: str, value: Any, read: Mapping[str, str | None]) -> None:
-        """Let the config say what a key says that transformers does not read."""
+        """Add to the config a key of the file that transformers does not read."""
         if name in _MEANINGLESS and value == _MEANINGLESS[name]:
             return
         if name == "rope.dimension_count":
@@ -130,8 +130,8 @@ class GgufFile:
             if now == value or (now is None and not value):
                 return
             of_some_layers = same == "sliding_window" and getattr(config, "layer_types", None) is not None
-            settled = name == "attention.value_length" or same in read.values() or of_some_layers
-            if hasattr(config, same) and not settled:
+            known = name == "attention.value_length" or same in read.values() or of_some_layers
+            if hasattr(config, same) and not known:
                 setattr(config, same, value)
                 return
         self._refuse(f"{self.architecture}.{name} = {value}")
@@ -160,7 +160,7 @@ class GgufFile:
             config.rope_parameters = {"rope_theta": rope["rope_theta"]} | stretch
 
     def _llama3(self, theta: float) -> dict[str, Any]:
-        """The parameters of Llama 3.1 that give these factors; the file holds their result alone."""
+        """Recover the parameters of Llama 3.1 that give these factors; the file holds only the result."""
         assert self.factors is not None
         count = len(self.factors)
         factor = float(self.factors.max())
@@ -182,7 +182,7 @@ class GgufFile:
         return any(name.endswith(tuple(f".{part}.bias" for part in parts)) for name in self.tensors)
 
     def check_used(self, model: PreTrainedModel) -> None:
-        """Raises UserError if the file holds a tensor that the model, which was loaded from it, has no place for."""
+        """Raise UserError if the file holds a tensor that the model loaded from it does not have."""
         if not self._by_table:
             return
         used = names_of(model, processor_of(self.architecture, {}))

@@ -1,4 +1,4 @@
-"""The tensors of a .gguf file, each dequantized when it is asked for, a piece at a time, into the dtype that is wanted.
+"""The tensors of a .gguf file, each dequantized on demand, in pieces, into the requested dtype.
 
 Names and layouts are transformers': its own map of names and its own processors decide what becomes of a tensor.
 """
@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("=Q")
 
 
 class FastReader(GGUFReader):
-    """gguf's reader, which takes seconds for the hundreds of thousands of strings of a vocabulary: here these are one loop."""
+    """gguf's reader, with the hundreds of thousands of vocabulary strings read in one loop: gguf takes seconds for them."""
 
     vocabulary: ClassVar[bool] = True  # whether the entries of tokenizer.* that are lists are kept
 
@@ -63,7 +63,7 @@ class FastReader(GGUFReader):
 
 
 class HeaderReader(FastReader):
-    """Passes over the vocabulary, of which it tells the size as a key of the architecture."""
+    """Skips the vocabulary, and reports its size as a key of the architecture."""
 
     vocabulary = False
 
@@ -83,7 +83,7 @@ class HeaderReader(FastReader):
 
 @contextmanager
 def reading_by(reader: type[FastReader]) -> Iterator[None]:
-    """Inside the block, transformers reads .gguf files by this reader."""
+    """Inside the block, transformers reads .gguf files with this reader."""
     module = cast(Any, gguf)
     plain, module.GGUFReader = module.GGUFReader, reader
     try:
@@ -93,12 +93,12 @@ def reading_by(reader: type[FastReader]) -> Iterator[None]:
 
 
 def processor_of(architecture: str, config: Mapping[str, Any]) -> TensorProcessor:
-    """What transformers puts the tensors of an architecture through; config: keys of the file by their names in a config."""
+    """Return transformers' processor of an architecture's tensors; config: the file's keys by their names in a config."""
     return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(config))
 
 
 def names_of(model: PreTrainedModel, processor: TensorProcessor) -> dict[str, str]:
-    """The names of a model's tensors, by those that they have in a file.
+    """Map tensor names in a file to those in a model.
 
     transformers looks at every module by itself, in case a file was made from a part of the model; the model's direct parts
     are all that could be one.
@@ -130,7 +130,7 @@ class LazyTensor:
         return self._read()[index]
 
     def get_shape(self) -> tuple[int, ...]:
-        """The shape that it is read in, by the name that slices of safetensors files have for it."""
+        """The shape that it is read in; the name is that of slices of safetensors files."""
         return self._processed(self._untouched).shape
 
     def without_numbers(self) -> Tensor:
@@ -139,7 +139,7 @@ class LazyTensor:
 
     @property
     def _untouched(self) -> Shaped[np.ndarray, ...]:
-        """Numbers without memory: a processor that hands them back leaves such a tensor as it is."""
+        """Numbers without memory to try the processor with: if it returns them, it leaves such a tensor unchanged."""
         return np.broadcast_to(np.float32(0), self.stored_shape)
 
     def _read(self) -> Tensor:
@@ -165,7 +165,7 @@ class LazyTensor:
         return done.weights if done.name is not None else parsed["tensors"].popitem()[1].numpy()
 
     def _numbers(self, first: int, count: int) -> Shaped[np.ndarray, "rows n"]:
-        """Rows as float32; they are read, not mapped, because pages of a file count as memory while they are mapped."""
+        """Rows as float32; read, not mapped, because mapped file pages count as memory."""
         bytes_of_row = self.stored.n_bytes * self.stored_shape[-1] // math.prod(self.stored_shape)
         kind = self.stored.data.dtype
         raw = np.fromfile(
@@ -181,8 +181,8 @@ class LazyTensor:
 def lazy_tensors(
     path: Path, stored: Mapping[str, ReaderTensor], architecture: str, model: PreTrainedModel, dtype: torch.dtype
 ) -> dict[str, LazyTensor]:
-    """The tensors of a file by their names in the model, which is without weights: each of `dtype`, but of float32 where the
-    model keeps that. Those that the model has no place for are left out."""
+    """Return the tensors of a file by their names in a model without weights: in `dtype`, or float32 where the model keeps that.
+    Those that the model does not have are left out."""
     with reading_by(HeaderReader):
         config = load_gguf_checkpoint(str(path))["config"]
     processor = processor_of(architecture, config)

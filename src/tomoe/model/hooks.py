@@ -21,13 +21,13 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden states that a layer, MLP or attention was called with: families pass them by position or by name."""
+    """Return the hidden states that a layer, MLP or attention was called with, by position or by name."""
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
 def own_rows(model: Any) -> RemovableHandle:
-    """Until it is removed (`with own_rows(model):`), the rows that become logits are copied first: for a slice, as
-    `logits_to_keep=1` makes it, PyTorch on a CPU copies the whole output matrix, once for each sequence."""
+    """Copy the rows that become logits first, until removed (`with own_rows(model):`): for a slice, as `logits_to_keep=1` makes
+    it, PyTorch on a CPU copies the complete output matrix, once per sequence."""
     return model.get_output_embeddings().register_forward_pre_hook(
         lambda _, args: (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
     )

@@ -24,8 +24,8 @@ CONFIG_FILES = (ADAPTER, "config.json", "generation_config.json", "model.safeten
 
 
 def download_model(repo: str) -> Path:
-    """The folder of a model on the hub, in the cache: its configs and the safetensors files that transformers would read.
-    Raises UserError if the repository holds an adapter, and whatever huggingface_hub raises."""
+    """Return the cached folder of a model on the hub: its configs and the safetensors files that transformers would read. Raises
+    UserError if the repository holds an adapter, and whatever huggingface_hub raises."""
     folder: Path | None = None
     for name in CONFIG_FILES:
         # all files of one state of the repository, whose name the folder bears
@@ -44,8 +44,8 @@ def download_model(repo: str) -> Path:
 
 
 def find_plan(name: str) -> Path:
-    """The folder of a plan: `name` itself if it is one, else the plan files of a hub repository, downloaded. Raises UserError
-    if there is neither, or the hub cannot be reached."""
+    """Return the folder of a plan: `name` itself if it is one, else the plan files of a hub repository, downloaded. Raises
+    UserError if there is neither, or the hub is out of reach."""
     # whoever reads a folder finds out whether it holds a plan
     if Path(name).is_dir() or not HUB_ID.fullmatch(name):
         return Path(name)
@@ -61,7 +61,7 @@ def find_plan(name: str) -> Path:
 
 
 def hub_reason(error: BaseException) -> str | None:
-    """What the hub means by an error, or why it was not reached; None if the error is not of the hub."""
+    """Say what an error of the hub means, or why it was out of reach; None for other errors."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it if there is a network"
     if isinstance(error, HfHubHTTPError):

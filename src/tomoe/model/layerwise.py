@@ -1,5 +1,5 @@
-"""Runs all sequences of a text through one decoder layer after the other, so that weights on disk are read once for the whole
-text and not once for each sequence.
+"""Runs all sequences of a text through one decoder layer after the other: weights on disk are read once per text, not once per
+sequence.
 
 The family's own code makes what every layer is called with (masks, rotary embeddings) and what becomes of the last layer's
 output; in between its layers run one by one, on hidden states that are kept.
@@ -40,7 +40,7 @@ Batch = tuple[Int[Tensor, "b S"], Bool[Tensor, "b S"]]
 
 @contextmanager
 def held(layer: nn.Module) -> Iterator[None]:
-    """Inside the block the layer keeps its weights from one run to the next, also where accelerate drops them after each."""
+    """Inside the block the layer keeps its weights between runs, even if accelerate drops them after each."""
     with align_module_device(layer):
         streamed, plain = layer.__dict__.get("forward"), layer.__dict__.get("_old_forward")
         try:
@@ -53,15 +53,15 @@ def held(layer: nn.Module) -> Iterator[None]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether layers of the model read their weights whenever they run."""
+    """Whether the model's layers read their weights each time they run."""
     # what wraps a model is measured, too
     return isinstance(model, PreTrainedModel) and any(hasattr(layer, "_hf_hook") for layer in decoder_layers(model))
 
 
 @torch.no_grad()
 def returned_by_layers(model: Any) -> Returned | None:
-    """What the layers return, from a run of a few tokens in which one layer of each class runs; None if the decoder does more
-    than to hand each layer the output of the one before it, each once."""
+    """Return what the layers return, from a run of a few tokens in which one layer of each class runs; None if the decoder does
+    more than pass each layer's output to the next, each once."""
     layers = decoder_layers(model)
     returned: Returned = []
     of_class: dict[type[nn.Module], tuple[Any, ...] | None] = {}
@@ -95,8 +95,8 @@ def _idle_layers(
     given: Tensor | None = None,
     note: Callable[[Any, Any], None] = lambda args, kwargs: None,
 ) -> Iterator[None]:
-    """Inside the block layers do nothing, but for the last one, which returns `given` if there is such; `note` is told what
-    each is called with."""
+    """Inside the block layers do nothing, except that the last one returns `given` if set; `note` receives the arguments of
+    each."""
     layers = decoder_layers(model)
 
     def idle(i: int, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +116,7 @@ def _idle_layers(
 def layer_inputs(
     model: Any, ids: Int[Tensor, "b S"], real: Bool[Tensor, "b S"], returned: Returned
 ) -> tuple[Float[Tensor, "b S D"], list[Handed]]:
-    """What the model hands to its first layer, and what it hands to every layer beside the hidden states: its own code runs,
-    with layers that do nothing."""
+    """Return the first layer's input, and the other arguments of every layer: the model's own code runs, with idle layers."""
     first = list[Tensor]()
     handed = list[Handed]()
 
@@ -132,7 +131,7 @@ def layer_inputs(
 
 
 class _Shared:
-    """Makes equal tensors of several batches one tensor: masks and rotary embeddings of sequences of one length."""
+    """Stores equal tensors of several batches once: masks and rotary embeddings of sequences of one length."""
 
     def __init__(self) -> None:
         self.latest: dict[tuple[torch.Size, torch.dtype, int], Tensor] = {}
@@ -157,7 +156,7 @@ class _Shared:
 
 
 def kept_states(shapes: Sequence[Sequence[int]], dtype: torch.dtype, folder: Path | None) -> list[Tensor]:
-    """Memory for hidden states of these shapes, in a file in `folder` if that is given and they are more than MEMORY."""
+    """Allocate hidden states of these shapes, in a file in `folder` if given and they exceed MEMORY."""
     sizes = [math.prod(shape) for shape in shapes]
     if folder is None or sum(sizes) * dtype.itemsize <= MEMORY:
         return [torch.empty(tuple(shape), dtype=dtype) for shape in shapes]
@@ -166,8 +165,8 @@ def kept_states(shapes: Sequence[Sequence[int]], dtype: torch.dtype, folder: Pat
 
 
 class LayerPass:
-    """What becomes of batches of sequences behind the last layer of a model: `with passed.ending(n)` the model's own forward
-    pass of batch n has it without running a layer."""
+    """Batches of sequences after the last layer of a model: inside `with passed.ending(n)` the model's own forward pass of batch
+    n uses the result without running a layer."""
 
     @torch.no_grad()
     def __init__(
@@ -178,7 +177,7 @@ class LayerPass:
         on_layer: Callable[[int, int], object] = lambda done, total: None,
         on_batch: Callable[[int], object] = lambda batch: None,
     ):
-        """Run all batches; `on_layer` is called as (layers done, all of them), `on_batch` behind every batch in each layer."""
+        """Run all batches; `on_layer` is called as (layers done, all layers), `on_batch` after every batch in each layer."""
         self.model, self.returned = model, returned
         shared, handed = _Shared(), list[list[Handed]]()
         layers = decoder_layers(model)
@@ -223,15 +222,15 @@ def pass_offloaded(
     on_layer: Callable[[int, int], object],
     on_batch: Callable[[int], object] = lambda batch: None,
 ) -> LayerPass | None:
-    """The pass of batches through a model that reads its layers whenever they run; None for any other model, and for one
-    whose decoder does more than to run its layers."""
+    """Pass batches through a model that reads its layers each time they run; None for other models, and if the decoder does more
+    than run its layers."""
     returned = returned_by_layers(model) if is_offloaded(model) else None
     return None if returned is None else LayerPass(model, batches, returned, on_layer, on_batch)
 
 
 @contextmanager
 def without_layers(model: Any) -> Iterator[None]:
-    """Inside the block the layers of an offloaded model do nothing: for questions that they do not decide."""
+    """Inside the block the layers of an offloaded model do nothing: for questions that do not depend on them."""
     returned = returned_by_layers(model) if is_offloaded(model) else None
     if returned is None:
         yield

@@ -14,22 +14,22 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from tomoe.errors import Advice, Note, UserError, shortened
 from tomoe.model import catalog, single_query
 from tomoe.model.compute_dtype import compute_dtype, dtype_of
-from tomoe.model.dequantization import drop_entry_, settle_packing_
+from tomoe.model.dequantization import drop_entry_, prepare_packing_
 from tomoe.model.gguf_tensors import FastReader, reading_by
 from tomoe.model.hub import download_model
+from tomoe.model.library_errors import TOKENIZER_ADVICE, one_sentence, writing
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.names import check_no_adapter
 from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.stored import StoredModel, is_gguf, location, read_config, untie_, writable_generation_
 from tomoe.model.tokens import fit_tokenizer_
-from tomoe.model.trouble import TOKENIZER_ADVICE, one_sentence, writing
 
 _CHUNK = 2**24  # elements of a tensor that are converted at once
 
 
 def pick_device(name: str) -> str:
-    """The device itself; `auto` is CUDA if available, else the CPU. Raises UserError for a device that does not exist."""
+    """Return the device; `auto` is CUDA if available, else the CPU. Raises UserError for a device that does not exist."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -45,14 +45,14 @@ def pick_device(name: str) -> str:
 
 
 def free_on_device(device: str | torch.device) -> int:
-    """Bytes that are free on a device now; 0 for the CPU, and where PyTorch does not tell."""
+    """Bytes free on a device now; 0 for the CPU, and where PyTorch does not tell."""
     device = torch.device(device)
     ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return int(ask(device)[0]) if ask else 0
 
 
 def _locate(model: str) -> Path | str:
-    """What `resolve` finds; of a known model the folder that it is unpacked to, by the first who asks for it."""
+    """Return what `resolve` finds; for a known model the folder that it is unpacked to on first use."""
     return catalog.unpacked(model, lambda folder: _unpack(model, folder)) if model in catalog.MODELS else resolve(model)
 
 
@@ -80,8 +80,8 @@ def load_dense(
     shards: int = 1,
     offload: bool | None = False,
 ) -> PreTrainedModel:
-    """The causal language model, frozen and in evaluation mode, with weights of `dtype` (None: as they are stored, bfloat16 if
-    that is packed); what is stored quantized is dequantized.
+    """Load the causal language model, frozen and in evaluation mode, with weights of `dtype` (None: as stored, bfloat16 if that
+    is packed); quantized weights are dequantized.
 
     shards: ranks that load it together, each its part of every layer (FSDP2). offload: keep the layers on disk and read each
     when it runs; None: if possible. No code that comes with a model is run, and the sizes that a folder claims are checked
@@ -98,10 +98,10 @@ def load_dense(
         else:
             settings = _shard_arguments(stored, dtype, shards)
             # tensor by tensor to a GPU: main memory need not hold all of them
-            if shards == 1 and not stored.packing.unpacked_whole and torch.device(device).type != "cpu":
+            if shards == 1 and not stored.packing.unpacked_at_once and torch.device(device).type != "cpu":
                 settings["device_map"] = {"": str(device)}
             loaded = stored.load(dtype, **settings)
-            if stored.packing.unpacked_whole:
+            if stored.packing.unpacked_at_once:
                 loaded = loaded.dequantize(dtype)
                 cast_(loaded, dtype)
     if type(loaded.config) is not type(stored.config):
@@ -123,8 +123,8 @@ def load_dense(
 
 
 def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offload: bool = False) -> PreTrainedModel:
-    """`load_dense` with dtype and device by name; dtype `auto`: weights as they are stored, which compute in float32 where
-    16 bits are much slower. Raises UserError as it does."""
+    """Call `load_dense` with dtype and device by name; dtype `auto`: weights as stored, computed with in float32 where 16 bits
+    are much slower. Raises UserError as it does."""
     device = pick_device(device)
     model = load_dense(name, None if dtype == "auto" else dtype_of(dtype), device, offload=offload)
     if dtype == "auto":
@@ -133,13 +133,12 @@ def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offloa
         compute = torch.float32 if half else compute_dtype("auto", model.dtype, device)
         if compute != model.dtype:
             cast_(model, compute)
-    single_query.use_(model)
+    single_query.use_matrix_products_(model)
     return model
 
 
 def note_rounding(model: str, dtype: torch.dtype) -> None:
-    """Tell the user if the weights of a model lose digits in a `dtype` that nobody has asked for. Raises UserError as
-    `load_dense` does."""
+    """Warn if a `dtype` that the user did not ask for rounds the weights of a model. Raises UserError as `load_dense`."""
     place = _locate(model)
     with one_sentence(model, place):
         stored = StoredModel.open(place if isinstance(place, Path) else download_model(place)).dtype
@@ -154,8 +153,8 @@ def note_rounding(model: str, dtype: torch.dtype) -> None:
 
 
 def load_config(model: str, checked: bool = False) -> PreTrainedConfig:
-    """The config of a model; with `checked`, a folder's weights must be able to hold what its config claims. Raises UserError
-    as `load_dense` does."""
+    """Load the config of a model; with `checked`, a folder's weights must be able to fill it. Raises UserError as
+    `load_dense`."""
     place = _locate(model)
     with one_sentence(model, place, part="model" if checked else "config"):
         if checked and isinstance(place, Path):
@@ -164,8 +163,8 @@ def load_config(model: str, checked: bool = False) -> PreTrainedConfig:
 
 
 def check_loading(model: str) -> None:
-    """Raises UserError for what `load_dense` and `load_tokenizer` would refuse, without reading a weight; of a folder that
-    holds none yet, the config is looked at, of a model on the hub the tokenizer, too."""
+    """Raise UserError for what `load_dense` and `load_tokenizer` would refuse, without reading a weight; of a folder without
+    weights the config is checked, of a model on the hub the tokenizer, too."""
     place = resolve(model)
     if is_gguf(place):
         load_config(model)
@@ -176,17 +175,17 @@ def check_loading(model: str) -> None:
         if isinstance(place, Path) and any(place.glob("*.safetensors*")):
             stored = StoredModel.open(place)
             # bitsandbytes needs the numbers
-            if not stored.packing.unpacked_whole:
+            if not stored.packing.unpacked_at_once:
                 stored.without_weights(torch.float32)
         else:
-            settle_packing_(read_config(place), {})
+            prepare_packing_(read_config(place), {})
     if isinstance(place, str) or any(place.glob("tokenizer*")):
         load_tokenizer(model)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, without references to code of its own. Raises UserError as `load_dense` does, and if the
-    model has no row for one of its tokens."""
+    """Load the tokenizer of a model, without references to its own code. Raises UserError as `load_dense`, and if the model has
+    no row for one of its tokens."""
     place = _locate(model)
     with one_sentence(model, place, part="tokenizer"), reading_by(FastReader):
         # the tokens of a .gguf file are those of its rows, and reading its config takes seconds
@@ -212,15 +211,15 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def strip_remote_code_(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make `save_pretrained` write no `auto_map`, which names code that who loads the folder may run."""
+    """Make `save_pretrained` write no `auto_map`, which names code that loading the folder may run."""
     tokenizer.init_kwargs.pop("auto_map", None)
     # transformers writes it from these, too
     tokenizer._auto_map = tokenizer._auto_class = None
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 (hex) over names, shapes and bfloat16 bytes of all weights, tied ones once: the same for a model loaded in
-    float32 and in bfloat16, whole and offloaded, but not in float16. Takes tens of MB of memory for any model."""
+    """SHA-256 (hex) over names, shapes and bfloat16 bytes of all weights, tied ones once: equal for a model loaded in float32 and
+    in bfloat16, in memory and offloaded, but not in float16. Takes tens of MB of memory for any model."""
     sha = hashlib.sha256()
     seen: set[tuple[object, ...]] = set()
     for name, tensor, temporary in iter_weights(model):
@@ -240,7 +239,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def _shard_arguments(stored: StoredModel, dtype: torch.dtype, shards: int) -> dict[str, Any]:
     if shards == 1:
         return {}
-    if stored.packing.unpacked_whole:
+    if stored.packing.unpacked_at_once:
         raise UserError(f"{stored.place} cannot be sharded: {stored.packing.method} is unpacked as a whole")
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -258,6 +257,6 @@ def _shard_arguments(stored: StoredModel, dtype: torch.dtype, shards: int) -> di
 
 
 def _title(model: str, place: Path | str) -> str | None:
-    """The name of a model that came as a .gguf file: that of the file, wherever it lies."""
+    """Name a model that came as a .gguf file after the file, wherever it is."""
     file = Path(catalog.MODELS[model].gguf) if model in catalog.MODELS else place
     return file.stem if is_gguf(file) else None

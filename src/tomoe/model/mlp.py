@@ -2,7 +2,7 @@
 
 All that a conversion needs of a decoder layer is an MLP that computes down(act(gate x) * up x), or down(act(up x)). It is
 found by structure and by the names in one table. Layers without such an MLP (state spaces, convolutions, layers that are
-Mixtures of Experts already) stay whole.
+Mixtures of Experts already) stay dense.
 
 Shapes: T tokens, D hidden size, F neurons of an MLP.
 """
@@ -30,7 +30,7 @@ OTHER_TOWERS = ("vision", "visual", "audio", "image", "video", "speech", "encode
 
 @dataclass(frozen=True)
 class MlpNames:
-    """What a family calls the parts of its MLP, and what it calls its activation."""
+    """A family's names for the parts of its MLP and for its activation."""
 
     gate: str | None
     up: str
@@ -61,21 +61,21 @@ ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix of the model, whatever holds it: an nn.Linear, a Conv1D (stored transposed), some rows of a fused one."""
+    """One matrix of the model, however stored: an nn.Linear, a Conv1D (transposed), some rows of a fused one."""
 
     module: Any
     rows: slice | None = None
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
-        """The matrix, a view of the module's own."""
+        """The matrix, as a view of the module's."""
         stored = self.module.weight
         whole = stored.t() if isinstance(self.module, Conv1D) else stored
         return whole if self.rows is None else whole[self.rows]
 
     @property
     def bias(self) -> Float[Tensor, " out"] | None:
-        """The bias, a view of the module's own, or None."""
+        """The bias, as a view of the module's, or None."""
         bias = getattr(self.module, "bias", None)
         return bias if bias is None or self.rows is None else bias[self.rows]
 
@@ -94,11 +94,11 @@ class Linear:
         return y if self.rows is None else y[..., self.rows]
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
-        """A hook on the module that holds the matrix."""
+        """Register a hook on the module that holds the matrix."""
         return self.module.register_forward_pre_hook(hook, **options)
 
     def register_forward_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
-        """A hook on the module that holds the matrix; not for a part of a fused one."""
+        """Register a hook on the module that holds the matrix; not for a part of a fused one."""
         assert self.rows is None
         return self.module.register_forward_hook(hook, **options)
 
@@ -121,13 +121,13 @@ class Mlp:
     """The attribute of the MLP that holds it; None: silu, which the family's code names itself."""
 
     def formula(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """What the MLP computes: down(act(gate x) * up x), or down(act(up x)) without a gate."""
+        """Compute the MLP: down(act(gate x) * up x), or down(act(up x)) without a gate."""
         up = self.up(x)
         return self.down(self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up)
 
 
 class Refused(UserError):
-    """A model has another structure; why: as half a sentence."""
+    """A model has an unsupported structure; why: as half a sentence."""
 
     def __init__(self, sentence: str, why: str):
         super().__init__(sentence)
@@ -135,17 +135,17 @@ class Refused(UserError):
 
 
 def refuse(model: nn.Module, why: str, task: str = "convert", advice: str = "") -> Refused:
-    """The sentence that says why tomoe cannot do its `task` with a model."""
+    """Make the error that says why tomoe cannot do its `task` with a model."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     return Refused(f"tomoe cannot {task} this {name!r} model: {why}{advice}", why)
 
 
 class NotFinite(Exception):
-    """A part of a model gives NaN or inf."""
+    """A part of a model returns NaN or inf."""
 
 
 def compare(model: nn.Module, what: str, theirs: Tensor, ours: Tensor, task: str = "convert") -> None:
-    """Raises UserError if a part of the model gives something else than the formula that replaces it, NotFinite if no numbers."""
+    """Raise UserError if a part of the model does not compute the formula that replaces it, NotFinite for NaN or inf."""
     if not bool(theirs.isfinite().all()):
         raise NotFinite(what)
     difference = float((theirs.float() - ours.float()).norm() / theirs.float().norm().clamp_min(1e-9))
@@ -154,14 +154,13 @@ def compare(model: nn.Module, what: str, theirs: Tensor, ours: Tensor, task: str
 
 
 def children(module: nn.Module) -> str:
-    """The names of a module's parts, for a sentence."""
+    """List the names of a module's parts, for a sentence."""
     return ", ".join(name for name, _ in module.named_children()) or "no parts at all"
 
 
 def named_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder layers and their name in the model, such as `model.layers`: the list of modules, in no other list and
-    outside of other towers, that holds most parameters. Raises UserError if the model is no causal language model or has no
-    such list."""
+    """Return the decoder layers and their name in the model, such as `model.layers`: the module list with most parameters, in no
+    other list and outside of other towers. Raises UserError if the model is not a causal language model or has no such list."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise refuse(model, "it is not a causal language model: it has no output matrix")
     found: dict[str, nn.ModuleList] = {}
@@ -176,17 +175,17 @@ def named_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """All decoder layers, converted or not. Raises UserError as `named_layers`."""
+    """Return all decoder layers, converted or not. Raises UserError as `named_layers`."""
     return named_layers(model)[1]
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The module that runs the decoder layers, and gives the final hidden states. Raises UserError as `named_layers`."""
+    """Return the module that runs the decoder layers and returns the final hidden states. Raises UserError as `named_layers`."""
     return model.get_submodule(named_layers(model)[0].rpartition(".")[0])
 
 
 def converted_mlps(model: nn.Module) -> list[Mlp]:
-    """The MLPs that ToMoE converts, in the order of their layers; of several widths, those of the most common one. Raises
+    """Return the MLPs that tomoe converts, in the order of their layers; of several widths, those of the most common one. Raises
     UserError with the reason if there is none, or if most layers are Mixtures of Experts already."""
     prefix, layers = named_layers(model)
     found = [parts for i, layer in enumerate(layers) if (parts := mlp_of(layer, i, f"{prefix}.{i}"))]
@@ -221,7 +220,7 @@ def _why_no_mlp(layers: nn.ModuleList) -> str:
 
 
 def mlp_of(layer: nn.Module, number: int, name: str) -> Mlp | None:
-    """The MLP among the parts of a decoder layer; None if there is none, or if experts are there already."""
+    """Return the MLP among the parts of a decoder layer; None if there is none, or if it has experts already."""
     if _holds_experts(layer):
         return None
     for child_name, child in layer.named_children():

@@ -1,4 +1,4 @@
-"""What the name of a model means: a folder, a .gguf file, a known name or a hub id."""
+"""What a model's name refers to: a folder, a .gguf file, a known name or a hub id."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ AnyRecipe = TypeVar("AnyRecipe", bound=RunRecipe)
 
 
 def absolute(name: str) -> str:
-    """A file or folder by its absolute path, any other name as it is."""
+    """Return a file or folder by its absolute path, any other name unchanged."""
     local = name and name not in catalog.MODELS and Path(name).expanduser().exists()
     return os.path.abspath(Path(name).expanduser()) if local else name
 
 
 def located(recipe: AnyRecipe) -> AnyRecipe:
-    """The recipe with absolute paths: what is recorded of a run is read in other folders, too, where a relative path leads
-    nowhere, or, if it reads owner/name, to a repository of somebody else on the hub."""
+    """Return the recipe with absolute paths: recorded names are read in other folders, too, where a relative path would not exist
+    or, if it reads owner/name, would mean somebody else's repository on the hub."""
     # other names of text are looked up before files
     sources = [absolute(name) if HUB_ID.fullmatch(name) else name for name in recipe.data.sources]
     moved: dict[str, object] = {"model": absolute(recipe.model), "data.sources": sources}
@@ -42,7 +42,7 @@ def located(recipe: AnyRecipe) -> AnyRecipe:
 
 
 def check_finished(folder: Path) -> None:
-    """Raises UserError if the folder holds a run, but not yet the model that becomes of it."""
+    """Raise UserError if the folder holds a run without its finished model."""
     if not (folder / "run" / "recipe.json").is_file() or (folder / "config.json").exists():
         return
     if (folder / "run" / "no-model.txt").is_file():
@@ -56,7 +56,7 @@ def check_finished(folder: Path) -> None:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raises UserError if the folder holds an adapter of peft: alone it is no model, and beside one it would be lost."""
+    """Raise UserError if the folder holds a peft adapter: alone it is not a model, and beside one it would be ignored."""
     if not (folder / ADAPTER).is_file():
         return
     advice = "merge it (peft: merge_and_unload), save the merged model and name that"
@@ -67,7 +67,7 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Raises UserError if a file that a model is read from is a link that leads to no file."""
+    """Raise UserError if a model file is a broken link."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists() and path.suffix in _READ:
             raise UserError(
@@ -77,8 +77,8 @@ def check_links(folder: Path) -> None:
 
 
 def resolve(model: str) -> Path | str:
-    """The folder or .gguf file of a model, downloaded if it has a known name (./name is a folder of that name); a hub id as
-    it is. Raises UserError for a name that is none of these."""
+    """Return the folder or .gguf file of a model, downloaded if it has a known name (./name is a folder of that name); a hub id
+    unchanged. Raises UserError for any other name."""
     if model in catalog.MODELS:
         return catalog.fetch(model)
     path = Path(model).expanduser()

@@ -30,7 +30,7 @@ from tomoe.model.stored import StoredModel
 
 
 class _LayerHook(AlignDevicesHook):
-    """accelerate's hook, which loads and drops a module's tensors; then the memory of the layer is returned to the system."""
+    """accelerate's hook, which loads and drops a module's tensors; then returns the layer's memory to the system."""
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         result = super().post_forward(module, output)
@@ -72,7 +72,7 @@ def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device
 
 
 class _Dequantized(Mapping[str, Tensor]):
-    """Tensors of a .gguf file, each made anew when it is asked for."""
+    """Tensors of a .gguf file, each dequantized on every read."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor | Tensor]):
         self.tensors = tensors
@@ -88,7 +88,7 @@ class _Dequantized(Mapping[str, Tensor]):
 
 
 def _left_in(file: GgufFile, bare: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model `bare`, which is without weights, with its layers left in the file."""
+    """Return the model `bare`, which has no weights, with its layers left in the file."""
     weights = _Dequantized(file.lazy_tensors(bare, dtype))
     # unlike those of `bare`, its buffers hold numbers
     with init_empty_weights(include_buffers=False):
@@ -110,7 +110,7 @@ def _left_in(file: GgufFile, bare: PreTrainedModel, dtype: torch.dtype, device: 
 
 
 def _device_map(model: PreTrainedModel, device: torch.device) -> dict[str, str]:
-    """`disk` for the decoder layers, the device for every other part."""
+    """Map the decoder layers to `disk`, every other part to the device."""
     path = named_layers(model)[0]
     places = {path: "disk"}
     parent = ""
@@ -124,8 +124,8 @@ def _device_map(model: PreTrainedModel, device: torch.device) -> dict[str, str]:
 
 
 def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast parameters to the dtype, except those that the model keeps in float32; buffers stay as they are. Offloaded ones, which
-    are read in the dtype that they were loaded for, are cast whenever they are read."""
+    """Cast parameters to the dtype, except those that the model keeps in float32; buffers are unchanged. Offloaded parameters are
+    cast on every read."""
     for name, parameter in model.named_parameters():
         keeps_fp32 = any(f".{module}." in f".{name}." for module in model._keep_in_fp32_modules_strict or ())
         parameter.data = parameter.data.to(torch.float32 if keeps_fp32 else dtype)
@@ -134,8 +134,8 @@ def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def offload_layers_(
     model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device, buffers: bool = False
 ) -> None:
-    """Make each layer load its parameters, and with `buffers` its buffers, from `weights` (by their full names) when it runs,
-    and drop them afterwards."""
+    """Make each layer load its parameters, and with `buffers` its buffers, from `weights` (by their full names) when it runs, and
+    drop them afterwards."""
     prefix, layers = named_layers(model)
     for i, layer in enumerate(layers):
         layer_weights = PrefixedDataset(weights, f"{prefix}.{i}.")
@@ -147,7 +147,7 @@ def offload_layers_(
 
 
 class _Changed(Mapping[str, Tensor]):
-    """Tensors, of which one is changed whenever it is read."""
+    """Tensors, one of which is changed on every read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], name: str, change: Callable[[Tensor], Tensor]):
         self.tensors, self.name, self.change = tensors, name, change
@@ -165,7 +165,7 @@ class _Changed(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def change_(layer: nn.Module, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """Change a parameter of a decoder layer, in its place, or, of an offloaded one, whenever it is read."""
+    """Change a parameter of a decoder layer in place or, if offloaded, on every read."""
     hook: Any = getattr(layer, "_hf_hook", None)
     if hook is None:
         weight.copy_(change(weight))
@@ -176,8 +176,8 @@ def change_(layer: nn.Module, weight: Tensor, change: Callable[[Tensor], Tensor]
 
 @contextmanager
 def _persistent(layer: nn.Module) -> Iterator[None]:
-    """Inside the block the layer has no buffers that a checkpoint leaves out, which accelerate (1.15) looks for under the
-    name that they have in their own module; afterwards they hold what they held before."""
+    """Inside the block the layer has no non-persistent buffers, which accelerate (1.15) looks up by their name in their own
+    module; afterwards they have their previous values."""
     left_out = {module: module._non_persistent_buffers_set for module in layer.modules()}
     values = {(module, name): module._buffers[name] for module, names in left_out.items() for name in names}
     for module in left_out:
@@ -192,8 +192,8 @@ def _persistent(layer: nn.Module) -> Iterator[None]:
 
 
 def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether the tensor is temporary) of the whole state dict, sorted by name, one in memory at a time:
-    offloaded ones are read from disk, as they are before `cast_`, quantized ones are dequantized."""
+    """Yield (name, tensor, whether the tensor is temporary) of the complete state dict, sorted by name, one in memory at a time:
+    offloaded ones are read from disk, as before `cast_`, quantized ones are dequantized."""
     prefix, layers = named_layers(model)
     for name, tensor in sorted(model.state_dict().items()):
         if cast(Any, tensor).is_meta:

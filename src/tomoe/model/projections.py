@@ -1,7 +1,7 @@
-"""The projections of a dense model that read the same input: where a token can use its largest numbers alone.
+"""The groups of projections of a dense model that read the same input, of which a token can use the largest entries.
 
 They are found by name and then watched: projections count as a group only if every one of them runs once in a forward pass,
-and on the same input as the others. Whatever does not fit stays whole.
+and on the same input as the others. Whatever does not fit stays dense.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Group:
 
     @property
     def width(self) -> int:
-        """Numbers of the input."""
+        """Size of the input."""
         return Linear(self.modules[0]).in_features
 
     @property
     def columns(self) -> int:
-        """Numbers of all outputs: weights that belong to one number of the input."""
+        """Total size of all outputs: the weights of one input."""
         return sum(Linear(module).out_features for module in self.modules)
 
 
@@ -52,8 +52,8 @@ Layer = Mapping[Kind, Group]  # the groups of one layer
 
 
 def groups_of(model: PreTrainedModel) -> list[Layer]:
-    """The groups of every layer whose MLP can be converted, in order; a kind has the same names in all layers that have it.
-    Raises UserError if no MLP can be converted, or no projection fits."""
+    """Return the groups of every layer whose MLP can be converted, in order; a kind has the same names in all layers that have
+    it. Raises UserError if no MLP can be converted, or no projection fits."""
     mlps = converted_mlps(model)
     named = [dict(_named(mlp)) for mlp in mlps]
     runs = _watch(model, [group for layer in named for group in layer.values()])
@@ -71,7 +71,7 @@ def groups_of(model: PreTrainedModel) -> list[Layer]:
 
 
 def _named(mlp: Mlp) -> Iterator[tuple[Kind, Group]]:
-    """What stands under the usual names in the decoder layer of an MLP."""
+    """Return the modules with the usual names in the decoder layer of an MLP."""
     found = _attention(mlp.layer)
     if found is not None:
         prefix, query, output = found
@@ -88,7 +88,7 @@ def _group(layer: nn.Module, names: Sequence[str]) -> Group:
 
 
 def _attention(layer: nn.Module) -> tuple[str, tuple[str, ...], str] | None:
-    """The name of the attention in a layer, and those of its projections within; None if none has known names."""
+    """Name the attention in a layer and its projections; None if none has known names."""
     for prefix, module in layer.named_children():
         query = next((names for names in QUERY_NAMES if all(_is_matrix(module, name) for name in names)), None)
         output = next((name for name in OTHER_OUTPUT_NAMES if _is_matrix(module, name)), None)
@@ -107,7 +107,7 @@ def _is_matrix(module: nn.Module, name: str) -> bool:
 
 
 def _watch(model: PreTrainedModel, groups: Sequence[Group]) -> dict[nn.Module, list[Tensor]]:
-    """The inputs that every module of these groups gets while a few tokens run."""
+    """Record the inputs of every module of these groups while a few tokens run."""
     runs: dict[nn.Module, list[Tensor]] = {module: [] for group in groups for module in group.modules}
 
     def watched() -> Iterator[RemovableHandle]:
@@ -121,7 +121,7 @@ def _watch(model: PreTrainedModel, groups: Sequence[Group]) -> dict[nn.Module, l
 
 
 def _fits(group: Group, runs: Mapping[nn.Module, Sequence[Tensor]]) -> bool:
-    """Whether all of its modules ran once, on one input of their width."""
+    """Whether all its modules ran once, on one input of their width."""
     inputs = [runs[module] for module in group.modules]
     if any(len(own) != 1 for own in inputs):
         return False

@@ -22,9 +22,9 @@ from tomoe.model.mlp import decoder_of
 def run_model(
     model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None, every_logit: bool = False
 ) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B s V"]]:
-    """Final hidden states, and logits of all tokens if `every_logit` is set, else of none or few (s < S). The whole model
-    runs, as only that gathers the weights of a sharded one; without padding no mask is passed, which makes attention
-    faster."""
+    """Return final hidden states, and logits of all tokens if `every_logit` is set, else of none or few (s < S). The complete
+    model runs, because only that gathers the weights of a sharded one; without padding no mask is passed, for faster
+    attention."""
     hidden: list[Tensor] = []
     attention_mask = None if mask is None or bool(mask.all()) else mask.long()
     options: dict[str, Any] = {}
@@ -39,13 +39,13 @@ def run_model(
 def hidden_states(
     model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None
 ) -> Float[Tensor, "T D"]:
-    """Final hidden states, flattened over tokens; without a mask no token is padding."""
+    """Return final hidden states, flattened over tokens; without a mask no token is padding."""
     return run_model(model, ids, mask)[0].flatten(0, 1)
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block `module` runs another function; one that accelerate had put there comes back afterwards."""
+    """Inside the block `module` runs another function; one that accelerate installed is restored afterwards."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -58,7 +58,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 class StatesOnly(BaseModelOutputWithPast):
-    """What a decoder returns; whatever else a family's decoder has in it, and its causal model passes on, is None."""
+    """The output of a decoder; any other field that a family's causal model reads is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -66,8 +66,8 @@ class StatesOnly(BaseModelOutputWithPast):
 
 
 def family_head(model: PreTrainedModel) -> Callable[[Float[Tensor, "T D"]], Float[Tensor, "T V"]]:
-    """Logits from final hidden states by the family's own code (output matrix, scales, soft caps): the causal language model
-    runs on a decoder that only hands the states over."""
+    """Compute logits from final hidden states by the family's own code (output matrix, scales, soft caps): the causal language
+    model runs on a decoder that only returns the states."""
 
     def head(hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         def decoder(*_: Any, **__: Any) -> BaseModelOutputWithPast:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-ORTHOGONAL = 1e-4  # largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6
+ORTHOGONAL = 1e-4  # largest error of the product of a rotation and its transpose; float32 ones are off by about 1e-6
 
 
 # What a file may claim, whoever wrote it: no model is larger.
@@ -23,7 +23,7 @@ Size = Annotated[int, Field(strict=True, ge=0, le=2**24)]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the decoder; every budget number follows from them."""
+    """Sizes of the decoder; every parameter count follows from them."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     num_layers: Annotated[Few, Field(ge=1)]  # L: decoder layers whose MLP is converted
@@ -45,23 +45,23 @@ class ModelShape:
         return self.head_dim - self.rotary_size // 2
 
     def expand_qk(self, mask: Float[Tensor, " Q"]) -> Float[Tensor, " C"]:
-        """A mask over choices as a mask over head dims: the two dims of a pair share one entry."""
+        """Expand a mask over choices to head dims: the two dims of a pair share one entry."""
         pairs = mask[: self.rotary_size // 2]
         return torch.cat([pairs, pairs, mask[self.rotary_size // 2 :]])
 
     def qk_dims(self, kept: Bool[Tensor, " Q"]) -> Int[Tensor, " c"]:
-        """Kept head dims in the order of a pruned head: first halves of the pairs, second halves, unpaired dims."""
+        """Return kept head dims in the order of a pruned head: first halves of the pairs, second halves, unpaired dims."""
         num_pairs = self.rotary_size // 2
         pairs = kept[:num_pairs].nonzero().squeeze(1)
         return torch.cat([pairs, pairs + num_pairs, kept[num_pairs:].nonzero().squeeze(1) + self.rotary_size])
 
     @property
     def rotation_shape(self) -> tuple[int, int, int]:
-        """[G, C, C]: one matrix for each key/value head."""
+        """Shape [G, C, C]: one matrix per key/value head."""
         return (self.num_kv_heads, self.head_dim, self.head_dim)
 
     def rotation_error(self, rotation: Tensor) -> str | None:
-        """What is wrong with a rotation of the values; None if nothing is."""
+        """Say what is wrong with a rotation of the values; None if nothing is."""
         if tuple(rotation.shape) != self.rotation_shape:
             return f"its value rotation has shape {tuple(rotation.shape)}, the model needs {self.rotation_shape}"
         # NaN is not, either
@@ -75,20 +75,20 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a transformers config that says the sizes of the decoder: of a model that reads more than text, the text's."""
+    """Return the part of a transformers config with the decoder's sizes: of a multimodal model, the text model's."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def max_positions(config: Any) -> int | None:
-    """Tokens that a model of this transformers config is made for; None if it does not say."""
+    """Return the context length of a transformers config; None if it does not say."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def num_kv_heads(config: Any) -> int:
-    """Key/value heads of a decoder's config; as many as query heads if it does not say."""
+    """Return the key/value heads in a decoder's config; as many as query heads if it does not say."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def head_dim(config: Any) -> int:
-    """Dims of a head of a decoder's config."""
+    """Return the head dim in a decoder's config."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

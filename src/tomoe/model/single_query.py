@@ -1,6 +1,6 @@
-"""Attention of one new token on a CPU in bfloat16, by matrix products over the query heads that share keys and values.
+"""Attention of one new token on a CPU in bfloat16, as matrix products over query heads that share keys and values.
 
-PyTorch's own kernel (2.13) takes 3 to 30 times as long for one such query: 1.3 ms a layer after 1,024 tokens of
+PyTorch's own kernel (2.13) takes 3 to 30 times as long for one such query: 1.3 ms per layer after 1,024 tokens of
 Qwen2.5-Coder-0.5B, these products 0.08 ms (one thread of a Zen 5). All else goes through transformers' `sdpa`.
 
 Shapes: B rows, H query heads, G key/value heads, S new tokens, T tokens in the cache, C dims of a head of Q and K, V of values.
@@ -31,7 +31,7 @@ def attend(
     mask: Bool[Tensor, "_ 1 1 T"] | Float[Tensor, "_ 1 1 T"] | None,
     scaling: float,
 ) -> Float[Tensor, "B 1 H V"]:
-    """Attention of one query per row. mask: which keys it sees, or what is added to their scores; None: it sees all."""
+    """Compute attention of one query per row. mask: which keys it sees, or what is added to their scores; None: all."""
     grouped = query.reshape(key.shape[0], key.shape[1], -1, query.shape[3])
     scores = (grouped @ key.transpose(2, 3)).float() * scaling
     if mask is not None:
@@ -63,8 +63,8 @@ def attention(
     return result
 
 
-def use_(model: PreTrainedModel) -> None:
-    """Let a model on a CPU that attends by `sdpa` attend by `attention`, unless its family's code asks which it is."""
+def use_matrix_products_(model: PreTrainedModel) -> None:
+    """Set a model on a CPU that attends by `sdpa` to `attention`, unless its family's code checks which it is."""
     by_stock = model.config._attn_implementation == _STOCK and model._can_set_attn_implementation()
     if model.device.type != "cpu" or not by_stock:
         return

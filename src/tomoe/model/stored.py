@@ -1,6 +1,6 @@
-"""A model as it lies in a folder or a .gguf file, and how transformers loads it.
+"""A stored model, as a folder or a .gguf file, and how transformers loads it.
 
-transformers reports what it found while it loads; each entry of the report is settled here or refused in one sentence.
+transformers reports what it found while it loads; each entry of the report is handled here or refused in one sentence.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from tomoe.errors import Note, UserError
 from tomoe.model.checks import Headers, check_claims, check_size, skeleton, stored_tensors
-from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
+from tomoe.model.dequantization import RUNTIME_SCALES, Packing, prepare_packing_
 from tomoe.model.gguf_input import GgufFile
 from tomoe.model.gguf_tensors import reading_by
+from tomoe.model.library_errors import check_generation_config, usable_config
 from tomoe.model.names import check_no_adapter
-from tomoe.model.trouble import check_generation_config, usable_config
 
 # Causal masks, which older versions of transformers stored among the weights: GPT-Neo, StarCoder and others have them.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -38,15 +38,15 @@ def is_gguf(place: Path | str) -> TypeGuard[Path]:
 
 
 def location(place: Path | str) -> dict[str, str]:
-    """How `from_pretrained` is told of a folder, a file or a hub id."""
+    """Return `from_pretrained`'s arguments for a folder, file or hub id."""
     if is_gguf(place):
         return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
     return {"pretrained_model_name_or_path": str(place)}
 
 
 def read_config(place: Path | str) -> PreTrainedConfig:
-    """The config of a folder, file or hub id; attention runs by what is installed here. Raises UserError for a .gguf file
-    that is no model, or that says what no config can."""
+    """Read the config of a folder, file or hub id; attention runs by an installed backend. Raises UserError for a .gguf file that
+    is not a model, or that no config can express."""
     file = GgufFile.read(place) if is_gguf(place) else None
     config: PreTrainedConfig
     with nullcontext() if file is None else reading_by(file.reader):
@@ -56,7 +56,7 @@ def read_config(place: Path | str) -> PreTrainedConfig:
             # "torch.bfloat16" or "auto", as scripts write them, name no dtype; every load here says which one it takes
             config = AutoConfig.from_pretrained(trust_remote_code=False, dtype="float32", **location(place))
     if file is not None:
-        file.settle_(config)
+        file.complete_config_(config)
     config._attn_implementation = None
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     return config
@@ -64,7 +64,7 @@ def read_config(place: Path | str) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A folder or a .gguf file, with its config as it is loaded."""
+    """A folder or a .gguf file, with its config."""
 
     place: Path
     config: PreTrainedConfig
@@ -73,8 +73,8 @@ class StoredModel:
 
     @classmethod
     def open(cls, place: Path) -> Self:
-        """Read the config and the headers of the weights. Raises UserError if an adapter lies beside the model, if the config
-        claims more than the weights can fill, or for weights that are quantized for good."""
+        """Read the config and the headers of the weights. Raises UserError if there is an adapter beside the model, if the config
+        claims more than the weights can fill, or if the weights cannot be dequantized."""
         if is_gguf(place):
             return cls(place, read_config(place), Packing("GGUF"), GgufFile.read(place).headers)
         check_no_adapter(place)
@@ -90,12 +90,12 @@ class StoredModel:
                 Note,
                 stacklevel=2,
             )
-        packing = settle_packing_(config, {name: dtype for name, (dtype, _) in tensors.items()})
+        packing = prepare_packing_(config, {name: dtype for name, (dtype, _) in tensors.items()})
         return cls(place, config, packing, tensors)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of most of its weights; None if they are packed or quantized."""
+        """The dtype of most of the weights; None if they are packed or quantized."""
         if self.packing.method and self.file is None:
             return None
         sizes = Counter[str]()
@@ -106,7 +106,7 @@ class StoredModel:
     @property
     def read_by_layer(self) -> bool:
         """Whether layers can be left in the files."""
-        return self.file.read_by_tensor if self.file is not None else not self.packing.unpacked_whole
+        return self.file.read_by_tensor if self.file is not None else not self.packing.unpacked_at_once
 
     @property
     def file(self) -> GgufFile | None:
@@ -114,7 +114,7 @@ class StoredModel:
         return GgufFile.read(self.place) if is_gguf(self.place) else None
 
     def load(self, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
-        """The model with weights of `dtype`, plain unless the arguments quantize it. Raises UserError by the report."""
+        """Load the model with weights of `dtype`, plain unless the arguments quantize it. Raises UserError by the report."""
         settings: dict[str, Any] = location(self.place) | {"use_safetensors": True, "trust_remote_code": False}
         loads: Any = AutoModelForCausalLM
         file = self.file
@@ -141,11 +141,11 @@ class StoredModel:
         return loaded
 
     def without_weights(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The model without memory for its tensors, checked as `load` does: only the headers of its files are read."""
+        """Make the model without memory for its tensors, checked as by `load`: only the headers of its files are read."""
         return self.load(dtype, device_map="meta")
 
     def _check(self, report: Mapping[str, Any]) -> None:
-        """Raises UserError unless the model's tensors and those of the files are the same, of the same shapes."""
+        """Raise UserError unless the model's tensors and those of the files agree in names and shapes."""
         if missing := sorted(report["missing_keys"]):
             raise UserError(
                 f"the weights of {self.place} lack {len(missing)} tensors of its config, for example {missing[0]}"
@@ -167,7 +167,7 @@ class StoredModel:
 
 
 def untie_(model: PreTrainedModel) -> None:
-    """Let the config say so if the files hold two matrices where it ties them: transformers keeps both, for this once."""
+    """Untie the config if the files hold two matrices where it ties them: transformers keeps both, but only this time."""
     for config in (model.config, model.config.get_text_config()):
         outputs = model.get_output_embeddings()
         if getattr(config, "tie_word_embeddings", False) and outputs is not None:
@@ -175,7 +175,7 @@ def untie_(model: PreTrainedModel) -> None:
 
 
 def writable_generation_(model: PreTrainedModel) -> None:
-    """Drop the generation settings that transformers calls invalid: it reads them with a warning, and writes none of them."""
+    """Drop generation settings that transformers calls invalid: it reads them with a warning, and does not write them."""
     config = model.generation_config
     if config is None:
         return

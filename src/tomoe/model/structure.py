@@ -1,4 +1,4 @@
-"""The structure of a dense model: what of each layer ToMoE masks or replaces, its sizes, and whether ToMoE can convert it.
+"""The structure of a dense model: the parts of each layer that tomoe masks or replaces, its sizes, whether it can be converted.
 
 The MLP is all that a conversion needs (`model/mlp.py`); attention matters only to recipes that prune it
 (`model/attention.py`). Everything else stays the family's code.
@@ -38,24 +38,24 @@ nothing of tomoe, has the same line."""
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The parts of one decoder layer that ToMoE masks or replaces."""
+    """The parts of one decoder layer that tomoe masks or replaces."""
 
     model: nn.Module
     mlp: Mlp
 
     @property
     def attention(self) -> Attention:
-        """Raises Refused where tomoe cannot prune it."""
+        """The attention. Raises Refused where tomoe cannot prune it."""
         return attention_of(self.model, self.mlp.layer)
 
 
 def layer_parts(model: nn.Module) -> list[LayerParts]:
-    """The parts of every decoder layer whose MLP is converted, in order. Raises UserError if there is none."""
+    """Return the parts of every decoder layer whose MLP is converted, in order. Raises UserError if there is none."""
     return [LayerParts(model, mlp) for mlp in converted_mlps(model)]
 
 
 def shape_of(model: nn.Module) -> ModelShape:
-    """Sizes read from the modules; of attention 0 where it cannot be pruned. Raises UserError if no MLP can be converted."""
+    """Read the sizes from the modules; attention's are 0 if it cannot be pruned. Raises UserError if no MLP can be converted."""
     mlps = converted_mlps(model)
     try:
         heads = attention_sizes(model, [mlp.layer for mlp in mlps])
@@ -75,14 +75,13 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 
 def _own_matrices(module: Any) -> int:
-    """The parameters of a module's own matrices; biases and norms are not counted, as in the paper."""
+    """Count the parameters of a module's own matrices, without biases and norms, as in the paper."""
     return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
 
 
 def check_output(model: PreTrainedModel, attention: bool = False) -> None:
-    """Raises UserError if an MLP, or with `attention` an attention, computes something else on a few tokens than the formula
-    that the MoE has for it (folding would silently change it), if what comes out are no finite numbers, or if its tokens choose
-    inputs already."""
+    """Raise UserError if an MLP, or with `attention` an attention, computes something else on a few tokens than the MoE's formula
+    for it (folding would silently change it), if outputs are not finite, or if its tokens choose inputs already."""
     _refuse_inputs(model)
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
@@ -97,13 +96,13 @@ def check_output(model: PreTrainedModel, attention: bool = False) -> None:
 
 
 def _refuse_inputs(model: PreTrainedModel) -> None:
-    """Raises UserError if tokens of the model choose inputs: it has the modules of a dense one."""
+    """Raise UserError if the model's tokens choose inputs: it has the modules of a dense one."""
     if getattr(model.config, "tomoe_expert_form", None) == "inputs":
         raise refuse(model, "its tokens choose inputs already; tomoe converts dense models")
 
 
 def _not_finite(model: PreTrainedModel) -> UserError:
-    """What to say of a model that computes NaN or inf: its first damaged tensor, or that the dtype is too narrow."""
+    """Make the error for a model that computes NaN or inf: its first damaged tensor, or too narrow a dtype."""
     for name, tensor, _ in iter_weights(model):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return refuse(model, f"its weights are damaged: {name} holds NaN or inf; get its files again")
@@ -114,8 +113,8 @@ def _not_finite(model: PreTrainedModel) -> UserError:
 
 
 class _EveryAnswerYes(TorchDispatchMode):
-    """Tensors without numbers answer yes to what code asks of them, such as masks whether all tokens count. FakeTensorMode
-    knows shapes as well, but takes more than twice as long, seconds in a model of many layers."""
+    """On the meta device, a Boolean `.item()` is True, such as whether a mask keeps all tokens. FakeTensorMode knows shapes as
+    well, but takes more than twice as long, seconds for a model with many layers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -126,8 +125,8 @@ class _EveryAnswerYes(TorchDispatchMode):
 
 
 def check_without_weights(model: PreTrainedModel) -> None:
-    """Raises UserError for what `check_output` would find in layers and an MLP, with a model on the meta device: the first
-    MLP runs with random weights, the model without numbers, as far as its code asks for none."""
+    """Raise UserError for what `check_output` would find in layers and an MLP, with a model on the meta device: the first MLP
+    runs with random weights, the model without values, unless its code needs them."""
     _refuse_inputs(model)
     mlps = converted_mlps(model)
     first = mlps[0]
@@ -156,7 +155,7 @@ def check_without_weights(model: PreTrainedModel) -> None:
 
 
 def _checks(model: PreTrainedModel, attention: bool) -> Iterator[RemovableHandle]:
-    """Hooks that compare a part as soon as it has run: the weights of a sharded model are whole only then."""
+    """Hooks that compare each part as soon as it has run: only then are the weights of a sharded model complete."""
     layers = {}
     for mlp in converted_mlps(model):
         yield from _mlp_checks(model, mlp)
@@ -167,7 +166,7 @@ def _checks(model: PreTrainedModel, attention: bool) -> Iterator[RemovableHandle
 
 
 def _layer_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]:
-    """A layer runs once for a token, and hands on one stream of hidden states."""
+    """Check that a layer runs once per token and passes on one stream of hidden states."""
     runs = itertools.count()
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,7 +179,7 @@ def _layer_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]
 
 
 def _mlp_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]:
-    """The down projection gives what the formula says, and the module that, or the residual that it is handed beside it."""
+    """Check that the down projection returns the formula, and the module that, or with the residual it received."""
     seen: dict[str, Tensor] = {}
     what = f"the MLP of layer {mlp.number}"
 

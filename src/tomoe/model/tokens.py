@@ -1,4 +1,4 @@
-"""Compares a tokenizer and a text with the rows of the embeddings: what has no row ends in an index error when it is met."""
+"""Compares a tokenizer and a text with the rows of the embeddings: a token without a row would end in an index error."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ UNKNOWN = "\ufffd"  # how a part of a character is decoded
 
 
 def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) -> None:
-    """Let padding be a token that has a row; padding is masked, so that any will do. Raises UserError if another token lacks
-    one, unless it is a special one that no text has (of images, say); `check_text` finds those."""
+    """Set the padding token to one that has a row; padding is masked, so any will do. Raises UserError if another token has none,
+    unless it is a special one that no text contains (of images, say); `check_text` finds those."""
     setattr(tokenizer, _ROWS, rows)
     padding = tokenizer.pad_token_id
     if padding is not None and padding >= rows:
@@ -48,8 +48,8 @@ def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) ->
 
 
 def continuation_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], written: Sequence[int]) -> str:
-    """What was written after a prompt, without special tokens: decoded behind the prompt and cut, because many tokenizers
-    leave out the first space of whatever they decode."""
+    """Return the generated text after a prompt, without special tokens: decoded after the prompt and cut, because many tokenizers
+    drop the first space of what they decode."""
     shown = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     # a question that is asked after every few tokens, so the long way is taken only if there is one
     written = list(written)
@@ -63,8 +63,8 @@ def continuation_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int],
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that is to be continued: opened as the tokenizer opens a text, but not closed, because some
-    tokenizers put an end-of-text token behind every text. Raises UserError for half a character."""
+    """Tokenize a text to be continued: opened as the tokenizer opens a text, but not closed, because some tokenizers append an
+    end-of-text token to every text. Raises UserError for half a character."""
     if not is_whole(text):
         raise UserError(f"the text {shortened(ascii(text))} holds half a character: its bytes are not UTF-8")
     ids = list(tokenizer(text, verbose=False)["input_ids"])
@@ -72,22 +72,22 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens the tokenizer itself puts behind a text."""
+    """Count the tokens that the tokenizer itself appends to a text."""
     bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
     ends = range(len(whole), len(bare) - 1, -1)
     return next((len(whole) - end for end in ends if whole[end - len(bare) : end] == bare), 0)
 
 
 def check_text(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError if a text has a token for which the model of the tokenizer has no row."""
+    """Raise UserError if a text has a token for which the tokenizer's model has no row."""
     rows = getattr(tokenizer, _ROWS, None)
     if rows is not None and (highest := max(ids, default=0)) >= rows:
         raise _no_row(highest, rows)
 
 
 def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module, more: int = 0) -> None:
-    """Raises UserError if a text [..., S], which may grow by `more` tokens, has a token or a position for which the model's
-    embeddings have no row. A Note warns of positions that the model was not made for."""
+    """Raise UserError if a text [..., S], which may grow by `more` tokens, has a token or position without a row in the model's
+    embeddings. A Note warns of positions that the model was not made for."""
     rows = getattr(text_config(getattr(model, "config", None)), "vocab_size", None)
     if rows is not None and ids.numel() and (highest := int(ids.max())) >= rows:
         raise _no_row(highest, rows)
@@ -95,8 +95,8 @@ def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module, more: int = 0) 
 
 
 def check_length(tokens: int, model: torch.nn.Module) -> None:
-    """Raises UserError if a text of so many tokens is longer than a model's table of positions, if it has one. Of other
-    positions a Note warns: a model computes something there, but was not trained to."""
+    """Raise UserError if a text of so many tokens exceeds a model's table of positions, if it has one. Otherwise a Note warns of
+    positions that the model was not trained on."""
     highest = max_positions(getattr(model, "config", None))
     if not isinstance(highest, int) or tokens <= highest:
         return
@@ -117,7 +117,7 @@ def check_length(tokens: int, model: torch.nn.Module) -> None:
 
 
 def _stretched(config: Any, positions: int) -> float:
-    """The positions that a model reaches by scaling rotary embeddings."""
+    """Return the positions that a model reaches by scaling rotary embeddings."""
     rope = getattr(text_config(config), "rope_parameters", None) or {}
     # some families have several, by the kind of layer
     found = [rope, *(values for values in rope.values() if isinstance(values, dict))]

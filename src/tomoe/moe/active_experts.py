@@ -1,5 +1,4 @@
-"""`load`, and how many fine-grained experts, or inputs, a token uses: chosen when a model runs, as a fraction of active
-parameters."""
+"""`load`, and the number of fine-grained experts or inputs per token, chosen at run time as a fraction of active parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tomoe.moe.modeling_tomoe import PROMPTS, ToMoEConfig
 
 @dataclass(frozen=True)
 class Setting:
-    """What a model can run at: a key of its config, with a value."""
+    """A config key with a value, and what it makes active."""
 
     key: str
     value: float
@@ -35,8 +34,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Dial:
-    """All settings that a model with fine-grained experts can run at, or one whose tokens choose inputs."""
+class RuntimeSettings:
+    """All settings that a model with fine-grained experts or sparse inputs can run at."""
 
     config: ToMoEConfig
 
@@ -46,7 +45,7 @@ class Dial:
         return dense_shape(self.config)
 
     def setting(self, experts_per_token: int) -> Setting:
-        """Return what so many experts a token (1 to all), in the layer with the largest number of them, make active."""
+        """Return the setting with this many experts per token (1 to all) in the layer with the most of them."""
         config = copy(self.config)
         setattr(config, config.top_k_key, experts_per_token)
         active = active_fraction(self.shape, active_widths(config, self.shape), routers_of(config, self.shape))
@@ -55,8 +54,8 @@ class Dial:
         return Setting(config.top_k_key, experts_per_token, active, words)
 
     def nearest(self, active: float) -> Setting:
-        """Return the setting whose active fraction is nearest to `active`, for 1 that of all experts. Raises UserError if that is
-        too small or above 1."""
+        """Return the setting with the active fraction nearest to `active`; for 1, that of all experts. Raises UserError if
+        `active` is too small or above 1."""
         if self.config.chooses_inputs:
             least = self.config.tomoe_input_path[-1]["active"]
             if not least <= active <= 1:
@@ -72,16 +71,16 @@ class Dial:
         return min(settings, key=lambda setting: abs(setting.active_fraction - active))
 
 
-def dial_of(name: str) -> Dial:
-    """Read from a model's config what it can run at. Raises UserError if it has neither fine-grained experts nor inputs."""
+def runtime_settings(name: str) -> RuntimeSettings:
+    """Return the settings that a model's config allows. Raises UserError without fine-grained experts or sparse inputs."""
     config = load_config(name)
     if isinstance(config, ToMoEConfig) and (config.chooses_inputs or is_fine(config)):
-        return Dial(config)
+        return RuntimeSettings(config)
     raise UserError(_why_not(name, config))
 
 
 def is_fine(config: Any) -> bool:
-    """Whether a config is that of a converted model with fine-grained experts."""
+    """Whether this is the config of a converted model with fine-grained experts."""
     return getattr(config, "tomoe_expert_form", None) == "fine"
 
 
@@ -115,7 +114,7 @@ def dense_shape(config: ToMoEConfig) -> ModelShape:
 
 
 def active_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int, int]]:
-    """Return (MLP width, Q/K dims, V/O dims of a token) of every layer, with as many experts as the config says now."""
+    """Return (MLP width, Q/K dims, V/O dims per token) of every layer, with the config's current number of experts."""
     widths = [
         shared + config.layer_top_k(i) * size
         for i, (shared, size) in enumerate(zip(config.tomoe_shared_sizes, config.tomoe_expert_sizes, strict=True))
@@ -126,7 +125,7 @@ def active_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int
 
 
 def routers_of(config: ToMoEConfig, shape: ModelShape) -> int:
-    """Weights of the routers of all layers."""
+    """Count the weights of the routers of all layers."""
     total = shape.num_layers * router_params(shape, config.tomoe_num_experts)
     if config.prunes_attention:
         of_values = router_params(shape, 0, config.tomoe_value_embedding_size)
@@ -142,8 +141,8 @@ def stored_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int
     return list(zip(config.tomoe_union_sizes, config.tomoe_qk_dims, config.tomoe_value_dims, strict=True))
 
 
-def use_(model: PreTrainedModel, setting: Setting) -> None:
-    """Let a loaded model run at a setting of its own dial from now on."""
+def apply_setting_(model: PreTrainedModel, setting: Setting) -> None:
+    """Set a loaded model to run at a setting from now on."""
     setattr(model.config, setting.key, setting.value)
 
 
@@ -154,7 +153,7 @@ def load(
     active: float | None = None,
     prompts: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer, ready to decode
+    """Load a dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer, ready to decode
     (`tomoe.prepare`).
 
     `active`: let tokens use as many fine-grained experts as make this fraction of the decoder parameters active, or the
@@ -162,12 +161,12 @@ def load(
     `whole`, prompts and batches of more than four tokens use all inputs; None: what its config says. Raises UserError if there
     is no such model, or none that can.
     """
-    setting = None if active is None else dial_of(str(name)).nearest(active)
+    setting = None if active is None else runtime_settings(str(name)).nearest(active)
     if prompts is not None:
         check_prompts(str(name), prompts)
     model = load_model(str(name), dtype, device)
     if setting is not None:
-        use_(model, setting)
+        apply_setting_(model, setting)
     if prompts is not None:
         model.config.tomoe_prompts = prompts
     prepare(model)
@@ -175,7 +174,7 @@ def load(
 
 
 def check_prompts(name: str, prompts: str) -> None:
-    """Raises UserError unless the tokens of this model choose inputs, and `prompts` says which prompts do."""
+    """Raise UserError unless the tokens of this model choose inputs and `prompts` is a known value."""
     config = load_config(name)
     if not (isinstance(config, ToMoEConfig) and config.chooses_inputs):
         raise UserError(f"prompts is {prompts!r}, but the tokens of {name} choose no inputs; leave it out")

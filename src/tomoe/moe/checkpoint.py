@@ -1,4 +1,4 @@
-"""Save a converted model as a Hugging Face folder: weights, config, modelling code, tokenizer, plan."""
+"""Save a converted model as a Hugging Face folder: weights, config, modeling code, tokenizer, plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tomoe.files import atomic_folder, read_json, write_sums
 from tomoe.folders import REPLACED, refuse_overwriting
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import BEHIND, far_tokens, first_difference, layer_outputs, near_tokens
+from tomoe.model.library_errors import writing
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
-from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plans import AnyPlan
 
@@ -52,15 +52,15 @@ def save_moe(
 
 
 def readable_weights(folder: Path) -> None:
-    """Let those read the weights who may read config.json, which follows the umask; as written only the owner could."""
+    """Give the weights the permissions of config.json, which follow the umask; as written, only the owner could read them."""
     mode = (folder / "config.json").stat().st_mode
     for weights in folder.glob("*.safetensors"):
         weights.chmod(mode)
 
 
 def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:
-    """Load the model from its folder, as anybody does, and compare its logits with those of the model that was written: on
-    its first tokens, and beyond sliding windows and the original context. Raises UserError for a difference."""
+    """Load the model from its folder, as a user would, and compare its logits with those of the model in memory: on its first
+    tokens, and beyond sliding windows and the original context. Raises UserError for a difference."""
     loaded = load_dense(str(folder), moe.dtype, moe.device, offload=None)
     for tokens in (near_tokens(moe), *far_tokens(moe)):
         ours, theirs = tokens.run(moe).float(), tokens.run(loaded).float()
@@ -77,8 +77,8 @@ def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:
 
 
 def check_writing(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write what a conversion takes over from the dense model besides its weights, and delete it again: what the input
-    decides must not fail after hours. Raises UserError if it cannot be written."""
+    """Write the parts copied from the dense model, and delete them again: what depends on the input must not fail after hours.
+    Raises UserError if it cannot be written."""
     with writing("the config and tokenizer of this model"), TemporaryDirectory(prefix="tomoe-") as folder:
         dense.config.save_pretrained(folder)
         if dense.generation_config is not None:
@@ -87,7 +87,7 @@ def check_writing(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer without `auto_map`, the dense model's pointer to code that would run at whoever loads it."""
+    """Write the tokenizer without `auto_map`, the dense model's pointer to code that loading would run."""
     bare = copy(tokenizer)
     bare.init_kwargs = dict(tokenizer.init_kwargs)
     strip_remote_code_(bare)
@@ -113,8 +113,8 @@ def stored_dtype(folder: Path) -> str:
 
 
 def load_moe(folder: Path, dtype: str | None, device: str = "auto", offload: bool = False) -> ToMoEForCausalLM:
-    """The converted model in `dtype`, or in the dtype it is stored in; with `offload` its layers stay on disk. Raises UserError
-    if the folder holds none."""
+    """Load the converted model in `dtype`, or as stored; with `offload` its layers stay on disk. Raises UserError if the folder
+    holds none."""
     stored = stored_dtype(folder)
     moe = load_dense(str(folder), dtype_of(dtype or stored), pick_device(device), offload=offload)
     assert isinstance(moe, ToMoEForCausalLM)

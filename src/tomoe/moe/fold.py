@@ -1,4 +1,4 @@
-"""(dense model, plan) -> MoE model: the masks of the plan, applied for good. Needs no data."""
+"""(dense model, plan) -> MoE: apply the masks of the plan for good. Needs no data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tomoe.plans import AnyPlan, InputsPlan, LayerPlan, Plan
 
 
 def neuron_order(expert_masks: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
-    """The neurons that some expert uses, in Gray-code order of membership, ties by index.
+    """Order the neurons that some expert uses by the Gray code of their membership, ties by index.
 
     In that order neighbors differ in few memberships, so an expert is few contiguous runs of rows. The busiest column
     comes last in the code: the lowest bit of a Gray code changes most often, so it belongs to the smallest set.
@@ -49,7 +49,7 @@ def neuron_order(expert_masks: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
 
 
 def fine_order(layer: LayerPlan) -> Int[Tensor, " U"]:
-    """All neurons of a layer with fine-grained experts: the shared part, then expert after expert."""
+    """Order all neurons of a layer with fine-grained experts: the shared part, then expert after expert."""
     shared = cast(Tensor, layer.shared_mask).nonzero().squeeze(1)
     return torch.cat([shared, *(row.nonzero().squeeze(1) for row in layer.expert_masks)])
 
@@ -61,7 +61,7 @@ RESERVED = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef
 
 
 def moe_config(dense: PreTrainedModel, plan: AnyPlan, version: str) -> ToMoEConfig:
-    """The dense config with the plan's sizes beside it."""
+    """Make the config of the converted model: the dense one, with the plan's sizes."""
     config: Any = dense.config
     make: Any = ToMoEConfig
     dropped = {"architectures", "auto_map", "model_type", "quantization_config"}
@@ -87,8 +87,8 @@ def _input_sizes(plan: InputsPlan) -> dict[str, Any]:
     return {
         "projections": {kind: list(names) for kind, names in plan.names.items()},
         "input_path": [
-            {"active": knot.active} | {kind: list(numbers) for kind, numbers in knot.inputs.items()}
-            for knot in plan.path
+            {"active": point.active} | {kind: list(numbers) for kind, numbers in point.inputs.items()}
+            for point in plan.path
         ],
         "active": plan.active,
     }
@@ -106,12 +106,12 @@ def _expert_sizes(plan: Plan) -> dict[str, Any]:
 
 
 def _head_rows(t: Tensor, dims: Int[Tensor, " c"], head_dim: int) -> Tensor:
-    """[heads * C, ..] -> [heads * c, ..]: the kept dims of every head."""
+    """Select the kept dims of every head: [heads * C, ..] -> [heads * c, ..]."""
     return t.unflatten(0, (-1, head_dim))[:, dims].flatten(0, 1)
 
 
 def mlp_state(mlp: Mlp, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
-    """The tensors of one folded MLP, named as in its module. Neurons in several experts are stored once."""
+    """Return the tensors of one folded MLP by their names in its module. Neurons in several experts are stored once."""
     order = neuron_order(layer.expert_masks) if layer.shared_mask is None else fine_order(layer)
     place = torch.full((s.mlp_size,), -1).index_put_((order,), torch.arange(len(order)))
     members = [place[row.nonzero().squeeze(1)].sort().values for row in layer.expert_masks]
@@ -135,7 +135,7 @@ def mlp_state(mlp: Mlp, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
 
 
 def choices_state(layer: nn.Module, plan: InputsPlan) -> dict[str, Tensor]:
-    """By what tokens choose the inputs of a layer's projections: the norms of columns, named as in its module."""
+    """Return the column norms by which tokens choose the inputs of a layer's projections, by their names in the layer."""
     modules: dict[str, Any] = dict(layer.named_modules())
     found = {kind: [modules.get(name) for name in names] for kind, names in plan.names.items()}
     return {
@@ -146,7 +146,7 @@ def choices_state(layer: nn.Module, plan: InputsPlan) -> dict[str, Tensor]:
 
 
 def attention_state(parts: Attention, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
-    """The tensors of one pruned attention, named as in its module."""
+    """Return the tensors of one pruned attention by their names in its module."""
     qk, values = s.qk_dims(layer.qk_kept), layer.value_kept.nonzero().squeeze(1)
     v, v_bias, o = parts.v.weight, parts.v.bias, layer.refitted("output", parts.o.weight)
     if layer.value_rotation is not None:
@@ -170,7 +170,7 @@ def attention_state(parts: Attention, layer: LayerPlan, s: ModelShape) -> dict[s
 
 
 class FoldedLayers(Mapping[str, Tensor]):
-    """The tensors of the MoE's decoder layers by name; a layer is folded when it is read, and kept until another one is."""
+    """The tensors of the MoE's decoder layers by name; a layer is folded when read, and cached until another is read."""
 
     def __init__(self, dense: PreTrainedModel, plan: AnyPlan):
         self.prefix, self.layers = named_layers(dense)
@@ -179,7 +179,7 @@ class FoldedLayers(Mapping[str, Tensor]):
         self.converted = {parts.mlp.number: (parts, layer) for parts, layer in layers}
 
     def layer(self, i: int) -> dict[str, Tensor]:
-        """All tensors of decoder layer i, named as in its modules."""
+        """Return all tensors of decoder layer i by their names in its modules."""
         if i != self.number:
             # first, so that two layers are never held
             self.state = {}
@@ -216,7 +216,7 @@ class FoldedLayers(Mapping[str, Tensor]):
 
 
 def has_room(dense: PreTrainedModel) -> bool:
-    """Whether the GPU that the dense model is on has room for the MoE and for a copy that is loaded to be compared with it."""
+    """Whether the dense model's GPU has room for the MoE and for a copy loaded to compare with it."""
     if dense.device.type == "cpu" or any(p.is_meta for p in dense.parameters()):
         return False
     if empty_cache := getattr(torch.get_device_module(dense.device), "empty_cache", None):
@@ -227,7 +227,7 @@ def has_room(dense: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def fold(dense: PreTrainedModel, plan: AnyPlan, version: str = "", lazily: bool = False) -> ToMoEForCausalLM:
-    """The MoE that computes what `dense` computes under the plan's masks, in the dense model's dtype and device.
+    """Make the MoE that computes what `dense` computes under the plan's masks, in the dense model's dtype and device.
 
     Experts follow Eqs. 11 to 13 (Appendix A.1), attention Eq. 4 (Section 3.3). Weights outside MLP and pruned attention are
     shared with `dense`, not copied. With `lazily`, a layer is folded again whenever it runs or is saved: the same model in
@@ -269,7 +269,7 @@ def fold(dense: PreTrainedModel, plan: AnyPlan, version: str = "", lazily: bool 
 
 
 def _copy_buffers_(moe: nn.Module, dense: nn.Module) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies, scales of embeddings) come from the dense model."""
+    """Copy buffers that are in no checkpoint (rotary frequencies, embedding scales) from the dense model."""
     held = dict(moe.named_buffers())
     for name, buffer in dense.named_buffers():
         if name in held and held[name].is_meta:

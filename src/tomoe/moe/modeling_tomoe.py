@@ -1,11 +1,11 @@
-"""A dense decoder turned into a Mixture-of-Experts by ToMoE: one file for all families.
+"""A dense decoder converted to an MoE or to sparse inputs by tomoe: one file for all families.
 
 This file imports torch and transformers only. It is copied beside the weights, so that
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where tomoe is not installed.
 
 A converted model is the family's own class with another MLP in its layers. `ToMoEConfig` and `ToMoEForCausalLM` are names
-for one class a family, made when they are needed: each inherits everything from the family's class (forward pass, cache,
-generation, initialization, tensor-parallel plan) and adds what stands here. The ways to run the experts stand at the end.
+for one class per family, made on first use: each inherits everything from the family's class (forward pass, cache,
+generation, initialization, tensor-parallel plan) and adds what is defined here. The expert backends are at the end.
 
 Letters: B batch, S sequence, T = B S tokens, D hidden size, N experts, k experts of a token, W width of an expert, U neurons
 that some expert uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P kept rotary pairs.
@@ -50,13 +50,13 @@ ATTENTION_SIZES = ("rotary_pairs", "qk_dims", "value_dims", "value_top_k")
 
 
 class ToMoEConfig(PreTrainedConfig):
-    """The family's own config, with what the plan chose beside it under names that begin with `tomoe_`.
+    """The family's own config, extended by the values of the plan under names that begin with `tomoe_`.
 
-    Lists hold one number for each converted layer. tomoe_format: of the checkpoint; tomoe_dense_type, tomoe_dense_class:
+    Lists hold one number per converted layer. tomoe_format: of the checkpoint; tomoe_dense_type, tomoe_dense_class:
     the family's config and model; tomoe_mlps: the names of the MLPs that were replaced; tomoe_mlp_parts: what the family
     calls their parts; tomoe_expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share nothing,
     added to a shared part of shared_sizes neurons); tomoe_num_experts: N; tomoe_experts_per_token: k; tomoe_expert_sizes:
-    W; tomoe_union_sizes: U; tomoe_expert_backend: auto, or one of WAYS; tomoe_plan_source: hash of the dense weights.
+    W; tomoe_union_sizes: U; tomoe_expert_backend: auto, or one of BACKENDS; tomoe_plan_source: hash of the dense weights.
 
     The form `inputs` has no experts: every projection is the dense one, and a token uses its largest inputs.
     tomoe_projections: the names of each kind of projection, from the decoder layer on; tomoe_input_path: inputs of a token
@@ -110,7 +110,7 @@ class ToMoEConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, in the family's class. Raises ValueError for a folder of another format."""
+        """As in transformers, with the family's class. Raises ValueError for a folder of another format."""
         if cls is not ToMoEConfig:
             return super().from_dict(config_dict, **kwargs)
         if config_dict.get("tomoe_format") != FORMAT:
@@ -139,13 +139,13 @@ class ToMoEConfig(PreTrainedConfig):
 
     @property
     def top_k_key(self) -> str:
-        """The key that k is dialed by."""
+        """The config key of k."""
         own = "num_experts_per_tok" in CONFIG_MAPPING[self.tomoe_dense_type].__dataclass_fields__
         return "tomoe_num_experts_per_tok" if own else "num_experts_per_tok"
 
     @property
     def num_experts(self) -> int:
-        """N under the name that trainers read; a number that a file has under it says nothing here."""
+        """N, under the name that trainers read. Assignments, from files too, are ignored."""
         return self.tomoe_num_experts
 
     @num_experts.setter
@@ -154,16 +154,16 @@ class ToMoEConfig(PreTrainedConfig):
 
     @property
     def prunes_attention(self) -> bool:
-        """Whether attention is ToMoE's; otherwise it is the family's."""
+        """Whether attention is pruned (`ToMoEAttention`); otherwise it is the family's."""
         return bool(self.tomoe_qk_dims)
 
     @property
     def chooses_inputs(self) -> bool:
-        """Whether tokens choose inputs of projections, and there are no experts."""
+        """Whether the form is `inputs`: tokens choose inputs of projections, and there are no experts."""
         return self.tomoe_expert_form == "inputs"
 
     def check(self) -> None:
-        """Raises ValueError, in one sentence, for sizes that no conversion of such a dense model can have."""
+        """Raise ValueError, in one sentence, for sizes that no conversion of this dense model can have."""
         if not isinstance(self.tomoe_mlps, list) or not self.tomoe_mlps:
             raise ValueError("the config names no MLP that was converted")
         for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
@@ -200,30 +200,30 @@ class ToMoEConfig(PreTrainedConfig):
         named = isinstance(kinds, dict) and set(kinds) <= set(KINDS)
         if not named or not kinds or not all(isinstance(names, list) and names for names in kinds.values()):
             raise ValueError("the config names no projections whose inputs a token could choose")
-        if not isinstance(path, list) or len(path) < 2 or not all(isinstance(knot, dict) for knot in path):
+        if not isinstance(path, list) or len(path) < 2 or not all(isinstance(point, dict) for point in path):
             raise ValueError("the config has no tomoe_input_path with two points or more")
         last: dict[str, Any] = {"active": 1}
-        for place, knot in enumerate(path):
-            active: Any = knot.get("active")
+        for place, point in enumerate(path):
+            active: Any = point.get("active")
             falls = type(active) in (int, float) and (0 < active < last["active"] if place else active == 1)
             if not falls:
                 raise ValueError(f"tomoe_input_path has {str(active)[:40]!r} where a falling fraction should be")
             for kind in kinds:
-                numbers = knot.get(kind)
+                numbers = point.get(kind)
                 if not isinstance(numbers, list) or len(numbers) != layers:
                     raise ValueError(f"tomoe_input_path lacks numbers of the {kind} projections of {layers} layers")
                 for i, number in enumerate(numbers):
-                    # a layer that has no such projection has 0 in every knot
+                    # a layer that has no such projection has 0 in every point
                     least, most = (min(1, last[kind][i]), last[kind][i]) if kind in last else (0, 2**24)
                     self._check_size(f"inputs of the {kind} projections of layer {i}", number, least, most)
-            last = knot
+            last = point
         if type(self.tomoe_active) not in (int, float) or not path[-1]["active"] - 0.01 <= self.tomoe_active <= 1:
             found = str(self.tomoe_active)[:40]
             raise ValueError(f"tomoe_active is {found}, which must be between {path[-1]['active']:.3f} and 1")
 
     def layer_inputs(self, kind: str, layer: int) -> int:
-        """How many inputs of its projections of a kind a token uses in a converted layer: by the fraction `tomoe_active`,
-        between the two knots of the path that are nearest to it."""
+        """Inputs per token of the projections of one kind in a converted layer: interpolated at `tomoe_active` between the
+        two nearest points of the path."""
         for more, fewer in itertools.pairwise(self.tomoe_input_path):
             if self.tomoe_active > fewer["active"]:
                 part = min(1.0, (more["active"] - self.tomoe_active) / (more["active"] - fewer["active"]))
@@ -269,8 +269,8 @@ class ToMoEConfig(PreTrainedConfig):
         return max((k for k in self.tomoe_experts_per_token if k < n), default=n)
 
     def layer_top_k(self, layer: int) -> int:
-        """k of a converted layer. Loaded with another `num_experts_per_tok`, layers use more or fewer experts, in proportion to
-        what they use or leave out; those that leave none out stay whole. All N are the dense model, if it was not repaired."""
+        """k of a converted layer. Another `num_experts_per_tok` scales the k of all layers up or down in proportion; dense layers
+        stay dense. With all N experts the model equals the dense one, unless it was repaired."""
         n, most, k = self.tomoe_num_experts, self.planned_top_k, getattr(self, self.top_k_key)
         planned = self.tomoe_experts_per_token[layer]
         if k == most or (planned == n and most < n):
@@ -291,7 +291,7 @@ class ToMoEConfig(PreTrainedConfig):
 
 
 def known_family(dense_type: Any) -> str:
-    """The type of a dense model. Raises ValueError for one that this version of transformers does not know."""
+    """Return `dense_type`. Raises ValueError if this version of transformers does not know it."""
     if not isinstance(dense_type, str) or dense_type == ToMoEConfig.model_type or dense_type not in CONFIG_MAPPING:
         found = str(dense_type)[:40]
         raise ValueError(f"the config names {found!r} as the dense family, which transformers does not have")
@@ -300,13 +300,13 @@ def known_family(dense_type: Any) -> str:
 
 @functools.cache
 def config_class(dense_type: str) -> type[ToMoEConfig]:
-    """The config of converted models of a family: its own, with the values of `ToMoEConfig`. transformers learns of it."""
+    """Make and register the config class of a family's converted models: its own, with the fields of `ToMoEConfig`."""
     if not dense_type:
         return ToMoEConfig
     family = CONFIG_MAPPING[dense_type]
     plan = getattr(family, "base_model_tp_plan", None)
     if plan is not None:
-        # Experts share rows, which no rule here can slice, so every rank holds the MLPs whole. Pruned heads are split.
+        # Experts share rows, which no rule can slice, so MLPs are replicated on every rank. Pruned heads are split.
         plan = {name: how for name, how in plan.items() if not set(name.split(".")) & MLP_MODULES}
         plan |= {f"layers.*.self_attn.{p}_proj": "rowwise" if p == "o" else "colwise" for p in "qkvo"}
     values = {"__module__": __name__, "model_type": ToMoEConfig.model_type, "base_model_tp_plan": plan}
@@ -318,18 +318,18 @@ def config_class(dense_type: str) -> type[ToMoEConfig]:
 
 
 def _new(class_of: Callable[..., type[Any]], *args: Any) -> Any:
-    """An empty object, for copies of one: classes that are made when they are needed cannot be found by their names."""
+    """Make an empty object, for copying and pickling: classes made on first use cannot be imported by name."""
     return object.__new__(class_of(*args))
 
 
 class Recording(threading.local):
-    """What parts of a model compute while somebody asks for it, in each thread: a server runs one model in several."""
+    """Outputs of modules, recorded on request; per thread, because a server runs one model in several."""
 
     outputs: dict[type[Any], list[Any]] | None = None
 
     @contextmanager
     def of(self, *kinds: type[Any]) -> Iterator[dict[type[Any], list[Any]]]:
-        """Collect what modules of these classes compute in the block, in the order in which they run."""
+        """Record the outputs of modules of these classes within the block, in the order in which they run."""
         before, self.outputs = self.outputs, {kind: [] for kind in kinds}
         try:
             yield self.outputs
@@ -341,7 +341,7 @@ RECORDING = Recording()
 
 
 def noted(module: nn.Module, output: Any) -> Any:
-    """What a module has computed, which whoever asked gets to see."""
+    """Record a module's output if a recording is active; return it."""
     if (outputs := RECORDING.outputs) is not None and type(module) in outputs:
         outputs[type(module)].append(output)
     return output
@@ -366,7 +366,7 @@ class ValueRouter(nn.Module):
 
 
 def sliding_window(attention: nn.Module, config: PreTrainedConfig) -> int | None:
-    """How many of the last tokens an attention sees, by itself or by a key that its family's config has; None: all."""
+    """Number of last tokens that an attention sees, from the module or its family's config; None: all."""
     own = getattr(config, "sliding_window", None) if "sliding_window" in config.__dataclass_fields__ else None
     return cast("int | None", getattr(attention, "sliding_window", own))
 
@@ -446,7 +446,7 @@ class ToMoEAttention(nn.Module):
             cos, sin = (t[..., self.rotary_ids.long().repeat(2)] for t in (cos, sin))
         q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         # FlashAttention needs equal widths in multiples of 8 (and crops a wider V in silence), and engines and paged caches lay
-        # out their memory by the config's head_dim. The dense width suits all of them, and trailing zeros change no product.
+        # out their memory by the config's head_dim. The dense width works for all of them, and trailing zeros change no product.
         implementation = self.config._attn_implementation
         if implementation not in ("eager", "sdpa", "tomoe_sdpa") or not isinstance(cache, Cache | None):
             q, k, v = (F.pad(t, (0, self.head_dim - t.shape[-1])) for t in (q, k, v))
@@ -464,8 +464,8 @@ class ToMoEAttention(nn.Module):
 
 
 def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
-    """How likely each expert is to be used [T, N]: the softmax over overlapping experts (top_k None), of which a token uses
-    one; the sigmoid of how far a fine-grained expert is above the middle between the last that is chosen and the next."""
+    """Probability of each expert to be used [T, N]: for overlapping experts (top_k None) the softmax; for fine-grained ones the
+    sigmoid of the logit's distance from the middle between the k-th and the next largest."""
     if top_k is None:
         return logits.softmax(-1)
     if top_k == logits.shape[-1]:
@@ -474,7 +474,7 @@ def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The experts of each token [T, k], in any order, from router logits [T, N], and their weights [T, k] or None for 1.
+    """Return the experts of each token [T, k], in any order, from router logits [T, N], and their weights [T, k]; None for 1.
 
     `top_k` is None for overlapping experts, of which a token uses one. A router that trains gets the weights
     1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. Only here tokens choose their experts.
@@ -487,24 +487,24 @@ def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tup
 
 
 class Router(nn.Linear):
-    """Logits [T, N] of the experts."""
+    """Computes the logits [T, N] of the experts."""
 
     def forward(self, input: Tensor) -> Tensor:
         return noted(self, compute("router logits", self, input))
 
 
 def take_rows(weight: Tensor, neurons: slice | Tensor) -> Tensor:
-    """Rows of some neurons: a view for a slice, a copy for indices."""
+    """Select the rows of some neurons: a view for a slice, a copy for indices."""
     return weight[neurons] if isinstance(neurons, slice) else weight.index_select(0, neurons)
 
 
 def learns(x: Tensor, parameters: Iterable[Tensor]) -> bool:
-    """Whether the pass is one that something learns from."""
+    """Whether this pass needs gradients."""
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
 
 
 def keep(kept: dict[str, Any], name: str, source: Any, make: Callable[[], Any]) -> Any:
-    """What `make` returns, kept under a name until what it is made from, a value or the numbers of a tensor, is another one."""
+    """Return what `make` returns, cached under a name until the value or tensor `source` that it depends on changes."""
     last = kept.get(name)
     if last is None or not (torch.equal(last[0], source) if isinstance(source, Tensor) else last[0] == source):
         # a copy: a version counter does not count what is written through `.data`
@@ -546,7 +546,7 @@ class ToMoEMLP(nn.Module):
         self.register_buffer("expert_neurons", self.default_rows(size, config.tomoe_expert_sizes[layer]))
 
     def default_rows(self, union: int, width: int) -> Tensor:
-        """Rows [N, W] of experts that no plan chose: runs of neighbors that together cover all behind the shared ones."""
+        """Rows [N, W] of experts without a plan: runs of adjacent rows that together cover all after the shared ones."""
         room, steps = union - self.shared_size - width, max(1, self.num_experts - 1)
         # PyTorch takes milliseconds to divide whole numbers on meta
         starts = torch.tensor([n * room // steps for n in range(self.num_experts)])
@@ -554,17 +554,17 @@ class ToMoEMLP(nn.Module):
 
     @property
     def top_k(self) -> int | None:
-        """Experts of a token; None for overlapping experts, which are used one at a time."""
+        """Experts per token; None for overlapping experts, of which a token uses one."""
         k = getattr(self.config, self.config.top_k_key)
         return keep(self._cache, "top_k", k, lambda: self.config.layer_top_k(self.layer_idx)) if self.fine else None
 
     @property
     def expert_rows(self) -> Tensor:
-        """[N, W], int32: the rows of each expert in the shared matrices, ascending."""
+        """Rows of each expert in the shared matrices, ascending [N, W], int32."""
         return cast(Tensor, self.expert_neurons)
 
     def activations(self, x_TD: Tensor, neurons: slice | Tensor) -> Tensor:
-        """Activations [T, n] of some neurons: act(gate x) * up x, or act(up x) without a gate."""
+        """Compute activations [T, n] of some neurons: act(gate x) * up x, or act(up x) without a gate."""
 
         def project(weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
             rows_nD = take_rows(weight_FD, neurons).to(x_TD.dtype)
@@ -576,7 +576,7 @@ class ToMoEMLP(nn.Module):
         return self.activation(project(self.gate_proj, self.gate_bias)) * up_Tn
 
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """For every expert (first, last, start): its neurons first..last are the rows from `start` on; -1 is no run."""
+        """Return (first, last, start) per expert: neurons first..last are the rows starting at `start`, or no run if -1."""
 
         def gathered(first: int, last: int) -> list[tuple[int, int, int]]:
             return [(i, min(i + GATHER_SIZE, last), -1) for i in range(first, last, GATHER_SIZE)]
@@ -594,7 +594,7 @@ class ToMoEMLP(nn.Module):
         return keep(self._cache, "runs", all_rows, lambda: [runs_of(rows) for rows in all_rows.tolist()])
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
-        """y of the shape of the hidden states; some families hand their MLP the residual, too, and want the sum."""
+        """Return y, shaped as the hidden states; families that pass the residual get the sum."""
         x = hidden_states.flatten(0, -2)
         trains = torch.is_grad_enabled() and self.router.weight.requires_grad
         top_k = self.top_k
@@ -602,7 +602,7 @@ class ToMoEMLP(nn.Module):
         if weights is not None and top_k is not None:
             y = run_masked(self, x, expert_ids, weights)
         else:
-            y = WAYS["experts"][choose_backend(self, x)].run(self, x, expert_ids)
+            y = BACKENDS["experts"][choose_backend(self, x)].run(self, x, expert_ids)
             y = y if weights is None else y * weights.to(y.dtype)
         if self.down_bias is not None:
             y = y + self.down_bias
@@ -611,7 +611,7 @@ class ToMoEMLP(nn.Module):
 
 
 def which_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
-    """Which `count` numbers of each token of x [.., D] have the largest |x_i| norms_i [.., D]; equal ones by position."""
+    """Mask [.., D] of the `count` entries per token of x [.., D] with the largest |x_i| norms_i; ties go by position."""
     # 0 times inf is chosen, so that what comes out is no number either
     scores = (x.abs().float() * norms).nan_to_num(nan=torch.inf, posinf=torch.inf)
     # sorting them takes longer than finding them
@@ -621,7 +621,7 @@ def which_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
 
 
 def chosen_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
-    """x [.., D] with zeros in place of the numbers that a token does not choose."""
+    """Set the entries of x [.., D] that a token does not choose to zero."""
     return x * which_inputs(x, norms, count)
 
 
@@ -632,20 +632,20 @@ def matrix_of(projection: Any) -> Tensor:
 
 
 def inputs_of(module: Any) -> int:
-    """How many inputs a module has of which tokens could choose: 0 if it has no matrix."""
+    """Number of inputs that tokens could choose from; 0 if the module has no matrix."""
     weight = getattr(module, "weight", None)
     return matrix_of(module).shape[1] if isinstance(weight, Tensor) and weight.dim() == 2 else 0
 
 
 def few(x: Tensor) -> bool:
-    """Whether a pass has so few tokens as decoding has."""
+    """Whether a pass has as few tokens as decoding."""
     return x.numel() <= FEW_TOKENS * x.shape[-1]
 
 
 @torch.no_grad()
 def column_norms(matrices: Sequence[Tensor]) -> Tensor:
-    """Norms [D] of the columns of matrices [n, D], one upon another; summed in float64, so that no order of memory matters, and
-    rounded to bfloat16 values, so that every dtype holds them."""
+    """Norms [D] of the columns of stacked matrices [n, D]; summed in float64, independent of memory layout, and rounded to
+    bfloat16 values, which every dtype represents."""
     # squares of bfloat16 numbers would be as coarse; norms in float64 take twice as long, a twentieth of a training step
     precise = (matrix.to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
     squares = [matrix.square().sum(0, dtype=torch.float64) for matrix in precise]
@@ -653,11 +653,10 @@ def column_norms(matrices: Sequence[Tensor]) -> Tensor:
 
 
 class Choice(nn.Module):
-    """Lets tokens use some inputs x [.., D] of the projections of one kind in one layer, which all read the same x.
+    """Selects each token's inputs x [.., D] of the projections of one kind in one layer, which all read the same x.
 
-    A token uses those with the largest |x_i| c_i, c_i the norm of column i of all their matrices, one upon another. The norms
-    are stored with the weights and are those of the conversion, or of `tomoe finetune`: whatever else is written to the weights
-    later, a model chooses as its saved copy does.
+    A token uses those with the largest |x_i| c_i, with c_i the norm of column i of their stacked matrices. The norms are stored
+    with the weights and date from the conversion or `tomoe finetune`: if the weights are changed afterwards, the choice is not.
     """
 
     norms: Tensor
@@ -674,11 +673,11 @@ class Choice(nn.Module):
         return cast(int, made)
 
     def applies(self, x: Tensor) -> bool:
-        """Whether the tokens of x choose."""
+        """Whether the tokens of x choose inputs, or use all of them."""
         return self.count < x.shape[-1] and (self.config.tomoe_prompts == "chosen" or few(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x with zeros in place of the numbers that a token does not use."""
+        """Set the entries of x that a token does not use to zero."""
         if not self.applies(x):
             return x
         if x.device.type == "cpu" and few(x) and not (torch.compiler.is_compiling() or learns(x, ())):
@@ -686,7 +685,7 @@ class Choice(nn.Module):
         return compute("largest inputs", x, self.norms, self.count)
 
     def before(self, projection: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The hook that projections have before their forward pass."""
+        """Forward pre-hook of the projections."""
         return self(args[0]), *args[1:]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -696,7 +695,7 @@ class Choice(nn.Module):
 
 
 def choices_of(model: nn.Module) -> list[Choice]:
-    """The choices of a model of the form `inputs`, layer by layer; none of other models."""
+    """Return the `Choice` modules of a model of the form `inputs`, layer by layer; empty for other models."""
     return [module for module in model.modules() if isinstance(module, Choice)]
 
 
@@ -741,14 +740,14 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         self.let_choose()
 
     def choices(self) -> Iterator[tuple[Choice, list[Any]]]:
-        """The choices of a model of the form `inputs` with the projections that each is for, layer by layer."""
+        """Yield each choice of a model of the form `inputs` with its projections, layer by layer."""
         for name in self.config.tomoe_mlps if self.config.chooses_inputs else ():
             layer: Any = self.get_submodule(self.own_name(name).rpartition(".")[0])
             for kind, choice in layer.tomoe_choices.items():
                 yield choice, [layer.get_submodule(own) for own in self.config.tomoe_projections[kind]]
 
     def let_choose(self) -> None:
-        """Have the choices made before the projections run. Quantizers put others in their place as they load."""
+        """Register the choices as hooks of the projections, which quantizers replace while loading."""
         for choice, projections in self.choices():
             for projection in projections:
                 if choice.before not in projection._forward_pre_hooks.values():
@@ -776,7 +775,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         self._initialize_parts(routers)
 
     def _initialize_parts(self, precise: Sequence[str]) -> None:
-        """Let modules that the family does not know be initialized; those of these names stay in float32."""
+        """Initialize modules that the family does not know; those named in `precise` stay in float32."""
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *precise}
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(f".*{name}" for name in precise)}
         # Each model within initializes its own modules, and the family's decoder does not know these.
@@ -787,11 +786,11 @@ class ToMoEPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: transformers would take buffers that no checkpoint holds as loaded, and the family's code sets them."""
+        """False: otherwise transformers skips the family's initialization of buffers that are in no checkpoint."""
         return False
 
     def own_name(self, name: str) -> str:
-        """The name in this model of a module of the causal language model."""
+        """Map a module name of the causal language model to this model."""
         return name
 
     def __reduce__(self) -> Any:
@@ -819,7 +818,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         return [module for module in self.modules() if isinstance(module, ToMoEMLP)]
 
     def check_ids(self) -> None:
-        """Raises ValueError unless neurons and pairs are ascending numbers of what is there: duplicates would count twice."""
+        """Raise ValueError unless neuron and pair ids are in range and strictly ascending: duplicates would count twice."""
         for mlp in self.mlps():
             # Fine-grained experts stand one after the other, behind the shared rows.
             rows = (mlp.expert_rows - mlp.shared_size).view(1, -1) if mlp.fine else mlp.expert_rows
@@ -838,7 +837,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
             raise ValueError(f"{what} out of order or outside the {count} that there are")
 
     def check_finite(self) -> None:
-        """Raises ValueError for NaN or inf in a router or a norm: the model would run, and write other text."""
+        """Raise ValueError for NaN or inf in a router or norm: the model would run and generate other text."""
         for name, weight in itertools.chain(self.named_parameters(), self.named_buffers()):
             if ("router." in name or "norm" in name) and not (weight.is_meta or bool(weight.isfinite().all())):
                 raise ValueError(f"{name} holds numbers that are not finite; the weights are damaged, get them again")
@@ -849,14 +848,14 @@ class ToMoEPreTrainedModel(PreTrainedModel):
 
 
 def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
-    """Initialize a module as the class of the model does, or as a part of ToMoE."""
+    """Initialize a module as the model's class does, and the parts that tomoe added."""
     type(model)._init_weights(model, module)
     _init_parts(module, model.config)
 
 
 @torch.no_grad()
 def _init_parts(module: nn.Module, config: PreTrainedConfig) -> None:
-    """Initialize what the family does not know: rows, norms of heads, ids. Tensors that were loaded stay."""
+    """Initialize the parts that tomoe added: expert rows, head norms, ids. Loaded tensors are kept."""
     if isinstance(module, Choice):
         # what a file lacks is found by `check_finite`
         init.constant_(module.norms, torch.nan)
@@ -873,8 +872,8 @@ def _init_parts(module: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The family's forward pass, which also gives what it cannot know of: router logits [T, N] of every layer and the
-    weights of pruned attention, if they are asked for; with labels, the balance loss is added to the loss."""
+    """Wrap the family's forward pass to also return, on request, router logits [T, N] of every layer and the weights of
+    pruned attention; with labels, the balance loss is added to the loss."""
     signature = inspect.signature(forward).parameters
 
     @functools.wraps(forward)
@@ -900,7 +899,7 @@ def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _routed(outputs: Any, model: Any, routed: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The outputs with router logits, and with labels the balance loss in the loss. Where there are no routers it is 0."""
+    """Add router logits to the outputs and, with labels, the balance loss to the loss. It is 0 without routers."""
     if "logits" not in outputs:
         return MoeModelOutputWithPast(**outputs, router_logits=cast(Any, tuple(routed)))
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
@@ -915,7 +914,7 @@ def _routed(outputs: Any, model: Any, routed: Sequence[Tensor], args: Sequence[A
 def balance_loss(
     router_logits: Sequence[Tensor], mask: Tensor | None, top_ks: Sequence[int | None] | None = None
 ) -> Tensor:
-    """N sum_i F_i P_i (Eq. 9) of router logits [T, N], mean over layers: 1 if tokens spread evenly, N if all go one way.
+    """N sum_i F_i P_i (Eq. 9) of router logits [T, N], mean over layers: 1 if tokens spread evenly, N if all use one expert.
 
     F_i is the share of choices that fell on expert i, P_i its mean probability (divided by k, where a token uses k experts;
     `top_ks` as in `route`, one per layer). A mask [B, S] leaves padding out.
@@ -949,7 +948,7 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
 
 
 def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwargs: Any) -> Any:
-    """The forward pass of the family's decoder, with router logits if a trainer that computes the loss itself asks for them."""
+    """Run the family's decoder, and return router logits if a trainer that computes the loss itself asks for them."""
     forward = type(decoder).forward
     if not output_router_logits:
         return forward(decoder, *args, **kwargs)
@@ -959,14 +958,14 @@ def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwar
 
 
 def run_output(head: Any, x: Tensor) -> Tensor:
-    """The family's own output matrix."""
+    """Compute the logits by the family's own output matrix."""
     # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole matrix.
     return cast(Tensor, type(head).forward(head, x.clone(memory_format=torch.contiguous_format)))
 
 
 def _family_class(entry: Any, dense_type: str, dense_class: str) -> type[Any]:
-    """The class of a family's converted models: the family's own class, with what `entry` adds. Raises ValueError for a
-    family that this version of transformers does not know."""
+    """The class of a family's converted models: the family's own class, extended by `entry`. Raises ValueError for a family
+    that this version of transformers does not know."""
     if "entry" in entry.__dict__:
         return entry
     return _make_family_class(entry, dense_type, str(dense_class))
@@ -994,15 +993,15 @@ def _make_family_class(entry: type[Any], dense_type: str, dense_class: str) -> t
     return type(entry.__name__, (entry, family), values)
 
 
-# Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`. Letters at the ends of names
-# are shapes: T tokens, t some of them, k experts of a token, N experts, F neurons, n some of them, D hidden size.
+# Expert backends: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`. Letters at the ends of names are
+# shapes: T tokens, t some of them, k experts of a token, N experts, F neurons, n some of them, D hidden size.
 # Activations that `masked` holds at once, on a CPU and elsewhere; neurons whose slice beats gathering, and gathered at once.
 MASKED_ELEMENTS, MASKED_ELEMENTS_ON_DEVICE, LONG_RUN, GATHER_SIZE = 2**22, 2**28, 128, 512
 
 
 def sum_rows(h_Tn: Tensor, rows_nD: Tensor) -> Tensor:
-    """h [T, n] @ rows [n, D], sums in float32."""
-    # On processors without products of 16 bits PyTorch takes 4 to 20 times as long for this as for h @ rows.t(): so a few
+    """Compute h [T, n] @ rows [n, D] with float32 sums."""
+    # On processors without 16-bit matrix products PyTorch takes 4 to 20 times as long for this as for h @ rows.t(): so a few
     # tokens add up rows, and many take products of float32, a part of the rows at a time.
     if learns(h_Tn, [rows_nD]) or h_Tn.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h_Tn.dtype):
         return h_Tn @ rows_nD
@@ -1018,14 +1017,14 @@ def sum_rows(h_Tn: Tensor, rows_nD: Tensor) -> Tensor:
 
 @functools.cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has fast products of this dtype on this processor, however the matrices lie."""
+    """Whether PyTorch has fast matrix products of this dtype on this processor, for any memory layout."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
     ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return name is None or (ask is not None and bool(ask()))
 
 
 def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
-    """Every neuron for every token times 0 or 1, or the weights of routers that train: costs what the dense MLP costs, in its
+    """Compute every neuron for every token, times 0 or 1 or the weights of routers that train: the cost of the dense MLP, in its
     dtype."""
     on_cpu, graded = x_TD.device.type == "cpu", torch.is_grad_enabled()
     tokens = max(1, (MASKED_ELEMENTS if on_cpu else MASKED_ELEMENTS_ON_DEVICE) // len(mlp.up_proj))
@@ -1055,7 +1054,7 @@ def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: T
 
 
 def run_runs(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor) -> Tensor:
-    """Expert by expert: its long runs of neurons as slices of the shared rows, the others gathered piece by piece."""
+    """Run expert by expert: long runs of neurons as slices of the shared rows, the others gathered in chunks."""
     k = expert_ids_Tk.shape[1]
     # Sums of several experts and pieces: rounded once, at the end.
     precise = torch.promote_types(x_TD.dtype, torch.float32)
@@ -1080,8 +1079,8 @@ def run_runs(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor) -> Tensor:
     return out_TD.to(x_TD.dtype)
 
 
-def runs_suit(mlp: ToMoEMLP, x: Tensor) -> bool:
-    """Expert after expert: only where they overlap, and are few and wide. Fine-grained ones are hundreds of small products."""
+def supports_runs(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether `runs` pays off: for overlapping experts, few and wide. Fine-grained ones are hundreds of small products."""
     # Asking which experts got tokens breaks a graph, and makes a GPU wait, for a single token in vain.
     if mlp.fine or torch.compiler.is_compiling() or (x.device.type != "cpu" and len(x) == 1):
         return False
@@ -1090,54 +1089,54 @@ def runs_suit(mlp: ToMoEMLP, x: Tensor) -> bool:
 
 
 def always(*_: Any) -> bool:
-    """For the last way of a step, which everything suits."""
+    """Support everything: for the last backend of a step."""
     return True
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to compute a step. `suits` tells, of the step's arguments, whether `auto` is to take it: by device, dtype, shape
-    and gradient, not by values. `obstacle` tells what keeps it from them that somebody could change, or None."""
+class Backend:
+    """One implementation of a step. `supports` tells from the step's arguments whether `auto` takes it: by device, dtype, shape
+    and gradient, not by values. `obstacle` returns what the user could change to make it available, or None."""
 
     run: Callable[..., Tensor]
-    suits: Callable[..., bool] = always
+    supports: Callable[..., bool] = always
     obstacle: Callable[..., str | None] = lambda *_: None
 
 
-# The steps that can be computed in several ways, each with its ways by name; the first that suits is taken. The steps:
+# The steps with several backends, by name; the first that supports the arguments is taken. The steps:
 # experts: of (mlp, x [T, D], expert_ids [T, k]), y [T, D] without the bias of `down`; its names are what a config may ask for
 # router logits: of (router, x [T, D]), logits [T, N]
 # largest logits: of (logits [T, N], k), the k largest of each row, in any order [T, k]
 # logits: of (output module, x [.., D]), [.., V]
 # largest inputs: of (x [.., D], norms [D], count), x with zeros but for the `count` largest |x_i| norms_i of each token
-WAYS: dict[str, dict[str, Way]] = {
-    "experts": {"runs": Way(run_runs, runs_suit), "masked": Way(run_masked)},
+BACKENDS: dict[str, dict[str, Backend]] = {
+    "experts": {"runs": Backend(run_runs, supports_runs), "masked": Backend(run_masked)},
     "router logits": {
-        "pytorch": Way(lambda router, x: F.linear(x.to(router.weight.dtype), router.weight, router.bias))
+        "pytorch": Backend(lambda router, x: F.linear(x.to(router.weight.dtype), router.weight, router.bias))
     },
-    "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
-    "logits": {"pytorch": Way(run_output)},
-    "largest inputs": {"pytorch": Way(chosen_inputs)},
+    "largest logits": {"pytorch": Backend(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
+    "logits": {"pytorch": Backend(run_output)},
+    "largest inputs": {"pytorch": Backend(chosen_inputs)},
 }
 
 
-def enter(step: str, **ways: Way) -> None:
-    """Enter ways that are faster where they suit, in the order in which they are asked, before those that are there."""
-    WAYS[step] = ways | {name: way for name, way in WAYS[step].items() if name not in ways}
+def register(step: str, **backends: Backend) -> None:
+    """Register backends, tried in this order before those that are registered already."""
+    BACKENDS[step] = backends | {name: known for name, known in BACKENDS[step].items() if name not in backends}
 
 
 def choose(step: str, *args: Any) -> str:
-    """The name of the first way that suits the step's arguments; the last one does."""
-    return next(name for name, way in WAYS[step].items() if way.suits(*args))
+    """Return the name of the first backend that supports the step's arguments; the last one always does."""
+    return next(name for name, backend in BACKENDS[step].items() if backend.supports(*args))
 
 
 def compute(step: str, *args: Any) -> Tensor:
-    """A step, in the first way that suits."""
-    return WAYS[step][choose(step, *args)].run(*args)
+    """Compute a step with the first backend that supports it."""
+    return BACKENDS[step][choose(step, *args)].run(*args)
 
 
 def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
-    """The way to run experts that the config of the model asks for: for inputs like `x` [T, D] if it is `auto`."""
+    """Return the expert backend that the model's config asks for; if it is `auto`, the one for inputs like `x` [T, D]."""
     asked: str = mlp.config.tomoe_expert_backend
     if asked != "auto":
         check_backend(asked)
@@ -1149,9 +1148,9 @@ def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
 
 
 def check_backend(name: Any) -> None:
-    """Raises ValueError for a name that is no way to run experts."""
-    if name != "auto" and not (isinstance(name, str) and name in WAYS["experts"]):
-        known = ", ".join(["auto", *WAYS["experts"]])
+    """Raise ValueError if this is not the name of an expert backend."""
+    if name != "auto" and not (isinstance(name, str) and name in BACKENDS["experts"]):
+        known = ", ".join(["auto", *BACKENDS["experts"]])
         raise ValueError(f"there is no expert backend {str(name)[:40]!r} here; take {known}")
 
 
@@ -1159,8 +1158,8 @@ NOTED: set[str] = set()
 
 
 def note_obstacle(step: str, *args: Any) -> None:
-    """Say once a process what keeps a step on a CPU from a compiled kernel, if somebody could change it."""
-    obstacle = NO_KERNELS if (native := WAYS[step].get("native")) is None else native.obstacle(*args)
+    """Log, once per process, what keeps a step on a CPU from its compiled kernel, if the user could change it."""
+    obstacle = NO_KERNELS if (native := BACKENDS[step].get("native")) is None else native.obstacle(*args)
     if obstacle is not None and obstacle not in NOTED:
         NOTED.add(obstacle)
         logging.getLogger(__name__).warning(

@@ -24,20 +24,20 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
-    # the modelling file registers itself; the kernels enter themselves into its backends
+    # the modelling file registers itself; the kernels register themselves as its backends
     from tomoe.moe import kernels  # noqa: F401
 
 
 class RegistrationFinder:
-    """Registers the models at the end of the outermost import that brought the auto classes: modules of transformers import
-    each other in circles, and the modelling file needs several of them whole."""
+    """Registers the models at the end of the outermost import that loaded the auto classes: modules of transformers import each
+    other in circles, and the modeling file needs several of them complete."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.found = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec that the other finders have for this module, with a loader that reports to this one."""
+        """Return the spec that the other finders have for this module, with a loader that reports to this one."""
         if not name.startswith("transformers.") and name != MODELING:
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)

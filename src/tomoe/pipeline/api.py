@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.errors import UserError
 from tomoe.methods.base import Method, Task
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe import fold as folding
 from tomoe.moe.checkpoint import save_moe
@@ -59,7 +59,7 @@ def plan(
         recipe: other keys of the recipe, such as `{"target": "gguf", "experts.num_experts": 16, "seed": 1}`.
         tokenizer: of the model, if it is not found under the model's name.
 
-    Raises UserError for whatever the caller can mend.
+    Raises UserError for whatever the caller can fix.
     """
     name = _name(model)
     keys = {"model": name, "active": active} | dict(recipe or {})
@@ -75,7 +75,7 @@ def plan(
         keys["data.sources"] = [str(text)]
     elif isinstance(text, Sequence):
         keys["data.sources"] = list(text)
-    chosen, settings = settled(Recipe.of(keys), made)
+    chosen, settings = resolve_method(Recipe.of(keys), made)
     dense = _dense(model, getattr(torch, settings.train.dtype))
     if isinstance(text, Tensor):
         sequences = Sequences(text, torch.ones_like(text, dtype=torch.bool))
@@ -156,7 +156,7 @@ def save(
 
 
 def _made(method: Method | type[Method], settings: Mapping[str, Any]) -> Method:
-    """Raises UserError for settings of an object, which has its own."""
+    """Raise UserError for settings of an object, which has its own."""
     if isinstance(method, type):
         return method(**settings)
     if settings:
@@ -171,5 +171,5 @@ def _name(model: Model) -> str:
 
 
 def _dense(model: Model, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model, loaded if it is a name, in `dtype` or in bfloat16."""
+    """Return the model, loaded if it is a name, in `dtype` or in bfloat16."""
     return model if isinstance(model, PreTrainedModel) else load_dense(str(model), dtype or torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Several methods at several budgets on one text, each measured beside the dense model; what is measured is kept at once."""
+"""Several methods at several budgets on one text, each compared with the dense model; results are saved at once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.evaluation.results import Measurement, checked
 from tomoe.files import atomic_write, read_json, sha256
-from tomoe.folders import refuse_stranger
+from tomoe.folders import refuse_foreign_file
 from tomoe.methods.base import Task
-from tomoe.methods.registry import file_of, settled
+from tomoe.methods.registry import file_of, resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer
 from tomoe.moe.fold import fold
@@ -53,7 +53,7 @@ class Entry:
 
 
 def variant(name: str) -> tuple[str, dict[str, Any]]:
-    """A method and recipe keys: `carve[experts.num_experts=16,seed=1]` names both. Raises UserError for anything else."""
+    """Parse a method with recipe keys: `carve[experts.num_experts=16,seed=1]` names both. Raises UserError for anything else."""
     found = _VARIANT.fullmatch(name.strip())
     pairs = [pair.partition("=") for pair in (found["keys"] or "").split(",") if pair] if found else []
     if found is None or not all(equals for _, equals, _ in pairs):
@@ -91,16 +91,16 @@ def compare_methods(
         repairs: whether plans are measured as they are, repaired, or both. Plans without experts are never repaired.
         text: what to evaluate on (default: what the recipe holds out), at most `tokens` tokens of it.
 
-    Returns one `Entry` for the dense model, then one for each measurement. Raises UserError for whatever the user can mend.
+    Returns one `Entry` for the dense model, then one for each measurement. Raises UserError for whatever the user can fix.
     """
     variants = {name: variant(name) for name in methods}
     # all of them are wrong, or right, before anything runs
     planned = {
-        (name, share): settled(_changed(recipe, method, keys | {"active": share}))
+        (name, share): resolve_method(_changed(recipe, method, keys | {"active": share}))
         for name, (method, keys) in variants.items()
         for share in active
     }
-    refuse_stranger(out / FILE, FORMAT)
+    refuse_foreign_file(out / FILE, FORMAT)
     base = BaseWeights.of(recipe)
     dense, tokenizer = base.for_training(), load_tokenizer(recipe.model)
     # a file that cannot be read is found before the long preparation
@@ -126,7 +126,7 @@ def _changed(recipe: Recipe, method: str, keys: Mapping[str, Any]) -> Recipe:
 
 @dataclass(frozen=True)
 class _Bench:
-    """One dense model with its texts, which every entry is measured against."""
+    """One dense model with its texts, the reference of every entry."""
 
     out: Path
     dense: PreTrainedModel
@@ -149,18 +149,18 @@ class _Bench:
         return measure(model, ids, mask, reference, progress, name=name, data=self.text.name, seed=self.corpus.seed)
 
     def _file(self, name: str, recipe: Recipe, repaired: bool) -> tuple[Path, str]:
-        """The file of an entry, and the key of everything that it depends on."""
+        """Return the file of an entry, and the key of everything that it depends on."""
         key = self._key(recipe, self.text.sequences.input_ids.tolist(), repaired)
         return self.out / "entries" / f"{_title(name, recipe)}{'-repaired' * repaired}.json", key
 
     def _key(self, recipe: Recipe, *more: object) -> str:
-        """A hash of what a plan depends on, and of more; of a method in a file, that is what the file holds."""
+        """Hash what a plan depends on, and more; for a method in a file, its contents."""
         own = file_of(recipe.method.name)
         made = (FORMAT, recipe.digest(), own and sha256(own), self.source, self.corpus.digest())
         return hashlib.sha256(repr((*made, *more)).encode()).hexdigest()
 
     def kept(self, name: str, recipe: Recipe, repaired: bool) -> Entry | None:
-        """What was measured before; None if nothing was, or with other settings."""
+        """Return an earlier measurement; None if there is none, or with other settings."""
         path, key = self._file(name, recipe, repaired)
         values = read_json(path) if path.is_file() else {}
         return checked(path, Entry, values["entry"]) if values.get("key") == key else None
@@ -197,12 +197,12 @@ class _Bench:
 
 
 def _title(name: str, recipe: Recipe) -> str:
-    """What files of one method at one budget are called."""
+    """Name the files of one method at one budget."""
     return re.sub(r"[^A-Za-z0-9.=]+", "-", f"{Path(name).name}-{recipe.active:g}").strip("-")
 
 
 def to_markdown(entries: Sequence[Entry]) -> str:
-    """The table of a comparison."""
+    """Render the table of a comparison."""
     first = entries[0].measurement
     lines = [
         "| method | active | repaired | KL (nats) | perplexity | same top-1 | minutes |",

@@ -1,4 +1,4 @@
-"""`convert`: dense model and text -> method -> plan -> repair -> fold -> check. What a step does stands in `steps`."""
+"""`convert`: dense model and text -> method -> plan -> repair -> fold -> check. `steps` has the steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.folders import refuse_overwriting
 from tomoe.methods.base import Task
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.names import located
 from tomoe.pipeline import steps
@@ -32,7 +32,7 @@ def convert(
     """Convert the dense model of the recipe and write the folder `out`; returns its plan.
 
     The run is kept in OUT/run: an interrupted conversion resumes with `resume`, bit by bit. Raises UserError for whatever
-    the user can mend; what was written before stays.
+    the user can fix; what was written before stays.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(
@@ -50,7 +50,7 @@ def convert_dense(
     on_progress: ProgressCallback = no_progress,
 ) -> tuple[AnyPlan, PreTrainedModel | None]:
     """Run the steps of `convert`. Returns the plan, and the dense model if the run has its original weights in memory."""
-    method, recipe = settled(recipe)
+    method, recipe = resolve_method(recipe)
     run, base, watch = RunFolder(out / "run"), BaseWeights.of(recipe), Stopwatch()
     refuse_overwriting(out, force, recipe.model, resume)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
@@ -74,7 +74,7 @@ def convert_dense(
     finished = plan
 
     def finish() -> None:
-        steps.fold_and_check(finished, base.stored_(task.original), tokenizer, out, force or resumes)
+        steps.fold_and_check(finished, base.to_stored_dtype_(task.original), tokenizer, out, force or resumes)
         forget_repair(run.path)
         steps.forget_plan(run)
         watch.ended("folding")

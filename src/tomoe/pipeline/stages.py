@@ -8,9 +8,9 @@ from tomoe import distributed
 from tomoe.data.corpus import Corpus
 from tomoe.errors import Advice, UserError
 from tomoe.files import atomic_folder, basename
-from tomoe.folders import PLAN, refuse_overwriting, refuse_strangers
+from tomoe.folders import PLAN, refuse_foreign_files, refuse_overwriting
 from tomoe.methods.base import Task
-from tomoe.methods.registry import settled
+from tomoe.methods.registry import resolve_method
 from tomoe.model import catalog
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import dtype_of
@@ -31,8 +31,8 @@ from tomoe.training.run_folder import RunFolder
 def train(
     recipe: Recipe, out: Path, resume: bool = False, force: bool = False, on_progress: ProgressCallback = no_progress
 ) -> Path:
-    """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
-    method, recipe = settled(located(recipe))
+    """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can fix."""
+    method, recipe = resolve_method(located(recipe))
     if not method.trains:
         raise UserError(f"method {method.name} trains nothing", "convert with it", "choose a method that trains")
     run, base = RunFolder(out), BaseWeights.of(recipe)
@@ -56,14 +56,14 @@ def plan(
     """
     if not (run_path / "recipe.json").is_file():
         raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
-    refuse_strangers(out, force, (*PLAN, "config.json"))
+    refuse_foreign_files(out, force, (*PLAN, "config.json"))
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a model, which must keep the plan it was made from; choose another folder")
     if (out / "plan.json").exists() and not force:
         raise UserError(f"{out} already holds a plan", "choose another folder", Advice("force", "to replace it"))
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     trained_for = recipe.active
-    method, recipe = settled(recipe if active is None else recipe.changed([f"active={active}"]))
+    method, recipe = resolve_method(recipe if active is None else recipe.changed([f"active={active}"]))
     checkpoint = run.last()
     if checkpoint is None:
         if not (method.trains and recipe.train.steps):
@@ -99,7 +99,7 @@ def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None
     """Make the MoE from a plan (folder or hub id) and the dense weights it was made for; write the folder and its card.
 
     `model` may be left out if the plan names it; a plan from the hub must not name a folder of this machine. Raises
-    UserError for other weights than the plan's, and for whatever else the user can mend.
+    UserError for other weights than the plan's, and for whatever else the user can fix.
     """
     folder = find_plan(plan)
     loaded = read_plan(folder)

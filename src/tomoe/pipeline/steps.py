@@ -1,4 +1,4 @@
-"""The steps of a conversion: each takes what it needs and returns what it made. `convert` puts them in order."""
+"""The steps of a conversion: each takes what it needs and returns what it made. `convert` runs them in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tomoe.version import __version__
 
 
 def open_dense(method: Method, recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the dense model as it learns (possibly sharded) and its tokenizer.
+    """Load the dense model for training (possibly sharded) and its tokenizer.
 
     Whatever can be known to fail later is looked for here. Raises UserError if the model does not fit the recipe.
     """
@@ -57,7 +57,7 @@ def open_dense(method: Method, recipe: Recipe, base: BaseWeights) -> tuple[PreTr
 def begin_run(
     method: Method, recipe: Recipe, base: BaseWeights, run: RunFolder, resumes: bool, on_progress: ProgressCallback
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
-    """`open_dense`, then start or resume the run (`RunFolder.start`), and its text."""
+    """Call `open_dense`, then start or resume the run (`RunFolder.start`) and read its text."""
     model, tokenizer = open_dense(method, recipe, base)
     corpus = run.start(
         recipe,
@@ -71,8 +71,8 @@ def begin_run(
 
 
 def recorded(plan: AnyPlan, method: Method, task: Task, source: str | None = None) -> AnyPlan:
-    """The plan with its origin: the fingerprint of the dense weights (by default that of the run) and their config, the recipe,
-    and notes of the method and of versions."""
+    """Add to a plan its origin: the fingerprint of the dense weights (by default the run's) and their config, the recipe, and
+    notes of the method and of versions."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "tomoe": __version__}
     # as transformers writes it: JSON has no infinity
     config: dict[str, Any] = json.loads(task.original.config.to_json_string(use_diff=False))
@@ -93,18 +93,18 @@ def keep_plan(run: RunFolder, plan: AnyPlan) -> None:
 
 
 def kept_plan(run: RunFolder) -> AnyPlan | None:
-    """The plan that a run which was killed has kept; None if it came to none. Raises UserError if it is damaged."""
+    """Return the plan that a killed run has kept; None if there is none. Raises UserError if it is damaged."""
     return read_plan(run.plan) if (run.plan / "plan.json").is_file() else None
 
 
 def forget_plan(run: RunFolder) -> None:
-    """Delete the plan that `keep_plan` kept, once the model's folder holds the whole one."""
+    """Delete the plan that `keep_plan` kept, once the model's folder is complete."""
     shutil.rmtree(run.plan, ignore_errors=True)
 
 
 def fold_and_check(
     plan: AnyPlan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
 ) -> None:
-    """Make the MoE of a plan and write its folder, which gets its name only if the loaded model computes the same."""
+    """Make the MoE of a plan and write its folder, which is renamed into place only if the loaded model computes the same."""
     save_moe(fold(dense, plan, __version__, lazily=not has_room(dense)), plan, tokenizer, out, force, check=True)
     Recipe(**plan.recipe).save(out / "recipe.json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tomoe.plans.inputs import InputsPlan as InputsPlan
-from tomoe.plans.inputs import Knot as Knot
+from tomoe.plans.inputs import PathPoint as PathPoint
 from tomoe.plans.layer import LayerCounts as LayerCounts
 from tomoe.plans.layer import LayerPlan as LayerPlan
 from tomoe.plans.manifest import FINETUNED as FINETUNED
@@ -23,5 +23,5 @@ AnyPlan = Plan | InputsPlan  # a plan of any form
 
 
 def read_plan(folder: Path) -> AnyPlan:
-    """Read and check a plan of any form. Raises UserError if the folder holds none, or a damaged one."""
+    """Read and check a plan of any form. Raises UserError if the folder holds none or a damaged one."""
     return InputsPlan.load(folder) if is_of_inputs(read_head(folder)) else Plan.load(folder)

@@ -1,4 +1,4 @@
-"""The meaning of a mask of attention: the dense model runs with some dims of Q, K, V and O multiplied by zero."""
+"""The meaning of an attention mask: the dense model runs with some dims of Q, K, V and O multiplied by zero."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def value_logits(
     project_out: Float[Tensor, "C E"],
     start: Float[Tensor, " C"],
 ) -> Float[Tensor, "T C"]:
-    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32."""
+    """Compute one logit per V dim of a head, shared by all heads (Eq. 5, Sec. 3.3), in float32."""
     return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
 
 
 class PlannedAttention:
-    """The masks of a plan: no noise, the decisions of inference."""
+    """The masks of a plan: no noise, decisions as at inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
         self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
@@ -43,12 +43,12 @@ class PlannedAttention:
 
     @classmethod
     def of(cls, layer: LayerPlan, shape: ModelShape, device: torch.device) -> PlannedAttention | None:
-        """The masks of a layer; None if its attention stays whole."""
+        """Return the masks of a layer; None if its attention stays dense."""
         whole = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
         return None if whole else cls(layer, shape, device)
 
     def value_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
-        """Those of a value router: its embedding is the bias of `project_in`, its start that of `project_out`."""
+        """Compute them with a value router: its embedding is the bias of `project_in`, its start that of `project_out`."""
         into, norm, out = (
             (self.value_router[f"{part}.weight"], self.value_router[f"{part}.bias"])
             for part in ("project_in", "norm", "project_out")
@@ -65,24 +65,24 @@ class AttentionMasks(Protocol):
 
     @property
     def qk_mask(self) -> Float[Tensor, " C"]:
-        """The dims of Q and K that are kept."""
+        """The kept dims of Q and K."""
 
     @property
     def value_rotation(self) -> Tensor | None:
         """The basis of the V/O dims; None: the model's own."""
 
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
-        """The V/O dims that each token uses, from the input of the attention."""
+        """Return the V/O dims that each token uses, from the input of the attention."""
 
 
 def times_heads(y: Tensor, mask: Tensor) -> Tensor:
-    """y [.., heads C] times the mask of a head, [C] or [T, C]."""
+    """Multiply y [.., heads C] by the mask of a head, [C] or [T, C]."""
     tiled = mask.to(y.dtype).repeat(*[1] * (mask.dim() - 1), y.shape[-1] // mask.shape[-1])
     return y * (tiled if mask.dim() == 1 else tiled.view(*y.shape[:-1], -1))
 
 
 def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
-    """Hook the attention of one layer. Activations are rotated behind V and back before O, as weights may be packed."""
+    """Hook the attention of one layer. Activations are rotated after V and back before O, as weights may be packed."""
     rotation = masks.value_rotation
     now: dict[str, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""The plan of the form `inputs`: how many of its inputs each projection uses for a token, at every budget.
+"""The plan of the form `inputs`: how many inputs each projection uses per token, at every budget.
 
 It holds no tensor: which inputs these are, a token's own numbers tell. plan.json is all of it.
 """
@@ -31,7 +31,7 @@ AGAIN_AS_INPUTS = Advice("method.name", "to convert the model again", "inputs", 
 
 
 @dataclass(frozen=True)
-class Knot:
+class PathPoint:
     """One point of the path from all inputs to few."""
 
     active: Fraction  # of the decoder parameters that is active
@@ -48,7 +48,7 @@ class InputsPlan:
     names: Mapping[Kind, Sequence[str]]  # the projections of each kind, named from the decoder layer on
     widths: Counts  # inputs of each projection
     columns: Counts  # weights that belong to one input
-    path: tuple[Knot, ...]  # from all inputs to the fewest, each knot with fewer than the one before
+    path: tuple[PathPoint, ...]  # from all inputs to the fewest, each point with fewer than the one before
     active: Fraction  # of the decoder parameters to use
     source: str = ""  # fingerprint of the dense weights
     dense_config: dict[str, Any] = field(default_factory=dict)  # config of the dense model, as transformers writes it
@@ -68,11 +68,11 @@ class InputsPlan:
                 return f"it has not {layers} sizes of the {kind} projections"
         if len(self.path) < 2 or self.path[0].inputs != self.widths:
             return "its path does not begin with all inputs"
-        for knot in self.path:
-            if set(knot.inputs) != set(self.names) or any(len(numbers) != layers for numbers in knot.inputs.values()):
+        for point in self.path:
+            if set(point.inputs) != set(self.names) or any(len(numbers) != layers for numbers in point.inputs.values()):
                 return "a point of its path lacks numbers"
-            if abs(knot.active - self.fraction(knot.inputs)) > 1e-6:
-                return f"a point of its path says {knot.active:.4f} active, and its inputs are {self.fraction(knot.inputs):.4f}"
+            if abs(point.active - self.fraction(point.inputs)) > 1e-6:
+                return f"a point of its path says {point.active:.4f} active, and its inputs are {self.fraction(point.inputs):.4f}"
         for more, fewer in pairwise(self.path):
             pairs = [pair for kind in self.names for pair in zip(fewer.inputs[kind], more.inputs[kind], strict=True)]
             if not fewer.active < more.active or not all(min(1, b) <= a <= b for a, b in pairs):
@@ -82,7 +82,7 @@ class InputsPlan:
         return None
 
     def fraction(self, inputs: Counts) -> float:
-        """The fraction of the decoder parameters that so many inputs use."""
+        """Return the fraction of the decoder parameters that these numbers of inputs use."""
         saved = sum(
             (width - used) * columns
             for kind in self.names
@@ -91,7 +91,7 @@ class InputsPlan:
         return 1 - saved / decoder_params(self.shape)
 
     def inputs(self) -> Counts:
-        """Inputs of a token at the plan's budget, between the two nearest knots; beyond its end, those of the last."""
+        """Inputs per token at the plan's budget, interpolated between the nearest points; past the end, those of the last."""
         for more, fewer in pairwise(self.path):
             if self.active > fewer.active:
                 part = min(1.0, (more.active - self.active) / (more.active - fewer.active))
@@ -100,11 +100,11 @@ class InputsPlan:
         return self.path[-1].inputs
 
     def active_fraction(self) -> float:
-        """Return the fraction of decoder parameters that are active for a token; the same for all tokens."""
+        """Return the fraction of decoder parameters that are active per token, the same for all tokens."""
         return self.fraction(self.inputs())
 
     def totals(self) -> dict[str, Any]:
-        """Return counts over all layers: decoder parameters that exist, are active, are stored."""
+        """Return totals over all layers: decoder parameters of the dense model, active and stored."""
         total = decoder_params(self.shape)
         return {
             "num_layers": self.shape.num_layers,

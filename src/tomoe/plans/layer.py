@@ -37,20 +37,20 @@ class LayerCounts:
 
     @property
     def width(self) -> int:
-        """Neurons that a token uses."""
+        """Neurons per token."""
         return self.shared_size + self.top_k * self.expert_size
 
     def router_params(self, shape: ModelShape) -> int:
-        """Weights of the routers."""
+        """Number of router weights."""
         return router_params(shape, self.num_experts, self.value_embedding)
 
     @property
     def qk_dims(self) -> int:
-        """Dims of a head that Q and K keep."""
+        """Kept dims of Q and K per head."""
         return 2 * self.rotary_pairs + self.unpaired_dims
 
     def error(self, shape: ModelShape) -> str | None:
-        """What is wrong with these numbers; None if nothing is."""
+        """Say what is wrong with these numbers; None if nothing is."""
         if self.expert_size < 1:
             return "an expert has no neuron"
         if self.expert_size != self.widest:
@@ -70,7 +70,7 @@ class LayerCounts:
 
 
 def dense_attention(shape: ModelShape) -> dict[str, Any]:
-    """The fields of a `LayerPlan` whose attention keeps everything."""
+    """Return the fields of a `LayerPlan` with dense attention."""
     qk, values = (torch.ones(n, dtype=torch.bool) for n in (shape.num_qk_choices, shape.head_dim))
     return {"qk_kept": qk, "value_kept": values, "value_top_k": shape.head_dim}
 
@@ -118,7 +118,7 @@ class LayerPlan:
 
     @property
     def form(self) -> Form:
-        """The form of the experts, which the tensors tell."""
+        """The form of the experts, as their tensors show."""
         return "overlapping" if self.shared_mask is None else "fine"
 
     @property
@@ -133,7 +133,7 @@ class LayerPlan:
         return always_used(self.router_bias)
 
     def count(self, s: ModelShape) -> LayerCounts:
-        """What the layer keeps, in numbers. `tensor_error` must have found nothing."""
+        """Count what the layer keeps. `tensor_error` must have found nothing."""
         widths, pairs = self.expert_masks.sum(1), s.rotary_size // 2
         used = self.expert_masks.any(0) if self.shared_mask is None else self.expert_masks.any(0) | self.shared_mask
         shared = 0 if self.shared_mask is None else int(self.shared_mask.sum())
@@ -156,7 +156,7 @@ class LayerPlan:
         )
 
     def tensor_error(self, s: ModelShape) -> str | None:
-        """What is wrong with the shapes of the tensors, or with the numbers in them; None if nothing is."""
+        """Say what is wrong with the shapes or values of the tensors; None if nothing is."""
         n = len(self.expert_masks)
         for name, shape in layer_shapes(s, n, self.shared_mask is not None).items():
             t = getattr(self, FIELDS[name])

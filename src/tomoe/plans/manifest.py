@@ -44,14 +44,14 @@ Notes = Annotated[dict[str, Any], AfterValidator(_check_notes)]
 
 
 def write_head(folder: Path, plan: Any, own: dict[str, Any]) -> None:
-    """Write plan.json atomically, with what all plans have beside its own values; the same plan gives the same bytes."""
+    """Write plan.json atomically: the keys of all plans, then its own values; the same plan gives the same bytes."""
     head = own | {name: getattr(plan, name) for name in METADATA}
     head |= {"format": FORMAT, "shape": asdict(plan.shape), "active_fraction": plan.active_fraction()}
     atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
 
 
 def read_head(folder: Path) -> dict[str, Any]:
-    """plan.json of any plan. Raises UserError if the folder holds none, or one of an unknown format."""
+    """Read plan.json of any plan. Raises UserError if the folder holds none, or one of an unknown format."""
     path = folder / "plan.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no plan (no plan.json); make one with `tomoe convert` or `tomoe plan`")
@@ -65,13 +65,13 @@ def read_head(folder: Path) -> dict[str, Any]:
 
 
 def is_of_inputs(head: dict[str, Any]) -> bool:
-    """Whether plan.json is that of a plan whose tokens choose inputs (`plans.inputs`)."""
+    """Whether plan.json belongs to a plan of the form `inputs` (`plans.inputs`)."""
     return "path" in head
 
 
 @contextmanager
 def damage_in_a_sentence(folder: Path, again: str | Advice = "make it again with `tomoe plan`") -> Iterator[None]:
-    """What reading a damaged plan raises becomes a UserError; `again` says how to make such a plan."""
+    """Turn errors of reading a damaged plan into a UserError; `again` says how to make such a plan."""
     try:
         yield
     except (KeyError, TypeError, ValueError, SafetensorError) as error:

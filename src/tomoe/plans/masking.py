@@ -30,18 +30,18 @@ from tomoe.plans.routing import ExpertRouter, Routing, route
 
 @runtime_checkable
 class LayerMasks(Protocol):
-    """The masks of one layer: those of a plan, or those that a step of training samples."""
+    """The masks of one layer: from a plan, or sampled in a training step."""
 
     @property
     def attention(self) -> AttentionMasks | None:
         """The masks of its attention; None if it stays dense."""
 
     def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        """The neurons that each token uses, from the input of the MLP."""
+        """Return the neurons that each token uses, from the input of the MLP."""
 
 
 class PlannedLayerMasks:
-    """The masks of a plan: no noise, the decisions of inference."""
+    """The masks of a plan: no noise, decisions as at inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
         self.layer, self.experts = layer, PlannedExperts(layer, device)
@@ -54,7 +54,7 @@ class PlannedLayerMasks:
         return neurons
 
     def refitted(self, part: Literal["down", "output"], weight: Float[Tensor, "D n"]) -> Float[Tensor, "D n"]:
-        """Return the matrix that replaces the dense `weight` of a projection; beside the CPU it is copied once."""
+        """Return the matrix that replaces the dense `weight` of a projection; copied to its device once."""
         if weight.device.type == "cpu":
             return self.layer.refitted(part, weight)
         if part not in self.copied:
@@ -87,7 +87,7 @@ def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle
 
 
 def _refit_hooks(parts: LayerParts, masks: PlannedLayerMasks) -> Iterator[RemovableHandle]:
-    """Let the projections that the plan refitted compute with their new matrices."""
+    """Hook the projections that the plan refitted to compute with their new matrices."""
     names = {name.partition(".")[0] for name in masks.layer.refit}
     if "down" in names:
         yield with_weight(parts.mlp.down, partial(masks.refitted, "down"))
@@ -96,7 +96,7 @@ def _refit_hooks(parts: LayerParts, masks: PlannedLayerMasks) -> Iterator[Remova
 
 
 def with_weight(projection: Linear, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:
-    """Let a projection compute with another matrix [D n], given or made from its own, whatever was done to its input."""
+    """Hook a projection to compute with another matrix [D n], given or made from its own, whatever was done to its input."""
 
     def hook(_: Any, args: tuple[Any, ...], __: Tensor) -> Tensor:
         replacement = weight if isinstance(weight, Tensor) else weight(projection.weight)

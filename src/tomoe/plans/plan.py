@@ -1,4 +1,4 @@
-"""The plan with its tensors: made by planning and repair, obeyed by folding, written and read whole."""
+"""The plan with its tensors: made by planning and repair, applied by folding, saved and loaded as one."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class Plan:
 
     @property
     def is_static(self) -> bool:
-        """Whether all tokens use the same neurons: a choice among one expert is none."""
+        """Whether all tokens use the same neurons: there is only one expert."""
         return self.num_experts == 1
 
     @property
     def prunes_attention(self) -> bool:
-        """Whether any layer leaves out dims of its attention; otherwise attention is the family's own."""
+        """Whether any layer drops dims of its attention; otherwise attention is the family's own."""
         whole = self.shape.head_dim
         return any(layer.rotated or layer.qk_dims < whole or layer.value_top_k < whole for layer in self.counts)
 
@@ -106,24 +106,24 @@ class Plan:
 
     @property
     def rotated(self) -> bool:
-        """Whether V/O dims are in a basis of their own in any layer."""
+        """Whether any layer has its own basis of V/O dims."""
         return any(layer.rotated for layer in self.counts)
 
     @property
     def router_params(self) -> int:
-        """Weights of the routers of all layers."""
+        """Number of router weights of all layers."""
         return sum(layer.router_params(self.shape) for layer in self.counts)
 
     def active_fraction(self, routers: bool = True) -> float:
-        """Return the parameters that a token uses, as a fraction of the dense decoder's; the same for all tokens.
+        """Return the parameters that a token uses, as a fraction of the dense decoder's, the same for all tokens.
 
         `routers`: whether theirs count; without them it is the paper's p.
         """
         return active_fraction(self.shape, self.widths(), self.router_params if routers else 0)
 
     def totals(self) -> dict[str, Any]:
-        """Return counts over all layers: layers, experts, and decoder parameters that the dense model has, that are active and
-        that are stored, with those of routers among them."""
+        """Return totals over all layers: layers, experts, and decoder parameters of the dense model, active and stored, with
+        routers."""
         total = decoder_params(self.shape)
         stored = [(layer.union, layer.qk_dims, layer.value_dims) for layer in self.counts]
         return {
@@ -162,7 +162,7 @@ class Plan:
         ]
 
     def without_repair(self) -> Plan:
-        """The plan as it was before its projections were refitted."""
+        """Return the plan before its projections were refitted."""
         notes = {name: note for name, note in self.notes.items() if name != REPAIRED}
         return replace(self, layers=tuple(replace(layer, refit={}) for layer in self.layers), notes=notes)
 
@@ -188,7 +188,7 @@ class Plan:
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
-        """Read and check a plan of experts. Raises UserError if the folder holds none, or a damaged one."""
+        """Read and check a plan of experts. Raises UserError if the folder holds none or a damaged one."""
         head, tensors = read_head(folder), folder / "plan.safetensors"
         if is_of_inputs(head):
             raise UserError(
@@ -231,18 +231,18 @@ def _broken_layer(i: int, error: str) -> UserError:
 
 
 def _halved(t: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """The tensor in bfloat16 if it holds no other values, as routers of a conversion in bfloat16 do: half of the bytes."""
+    """Return the tensor in bfloat16 if that is exact, as for routers of a bfloat16 conversion: half of the bytes."""
     rounded = t.bfloat16()
     return rounded if bool((rounded.float() == t).all()) else t
 
 
 def _packed(mask: Bool[Tensor, "*N F"]) -> UInt8[Tensor, "*N bytes"]:
-    """A mask as bytes of eight neurons, the first of them in the lowest bit; the last byte is filled up with zeros."""
+    """Pack a mask into bytes of eight neurons, lowest bit first; the last byte is padded with zeros."""
     return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little"))
 
 
 def _unpacked(packed: UInt8[Tensor, "*N bytes"], neurons: int) -> Bool[Tensor, "*N F"]:
-    """The mask that was packed. Raises ValueError if bits are set for more neurons."""
+    """Unpack a packed mask. Raises ValueError if bits are set for more neurons."""
     mask = torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little")).bool()
     if bool(mask[..., neurons:].any()):
         raise ValueError("its experts have more neurons than the model")

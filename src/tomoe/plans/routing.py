@@ -1,4 +1,4 @@
-"""The choice that a token makes of experts.
+"""How a token chooses experts.
 
 `choose` is the choice in training, with a gradient; `route` is the same choice at inference. They stand side by side and read
 the same logits, so the model that learns is the model that is shipped. Everything is float32, whatever the dtype of the model.
@@ -34,7 +34,7 @@ class Routing:
 
 
 def largest(logits: Float[Tensor, "T n"], k: int) -> Float[Tensor, "T n"]:
-    """1 at the k largest numbers of each token, 0 elsewhere."""
+    """Mask with 1 at the k largest entries of each token."""
     return torch.zeros_like(logits).scatter_(-1, logits.topk(k, dim=-1).indices, 1.0)
 
 
@@ -65,7 +65,7 @@ def route(logits: Float[Tensor, "T N"], top_k: int | None = None) -> Routing:
 
 
 def straight_through(logits: Float[Tensor, "T N"], top_k: int, temperature: float) -> Routing:
-    """The choice of the `top_k` largest logits with the gradient of sigmoid((z - threshold) / temperature) to all of them."""
+    """Choose the `top_k` largest logits, with the gradient of sigmoid((z - threshold) / temperature) to all of them."""
     hard, soft = _top_k(logits, top_k, temperature)
     return Routing(hard + (soft - soft.detach()), soft, top_k)
 
@@ -101,13 +101,13 @@ class ExpertRouter(nn.Module):
         return F.linear(x.float(), rounded, self.bias)
 
     def choose(self, x: Float[Tensor, "T D"], temperature: float, top_k: int) -> Routing:
-        """Route to fine-grained experts as training does: without noise, with a gradient to experts that are not chosen, too."""
+        """Route to fine-grained experts as in training: without noise, with a gradient to experts not chosen, too."""
         return straight_through(self(x), top_k, temperature)
 
 
 def balance_penalty(routings: Sequence[Routing | None]) -> Float[Tensor, ""]:
-    """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; the mean over layers. With k experts a
-    token, F and P are divided by k."""
+    """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; mean over layers. With k experts per token,
+    F and P are divided by k."""
     seen = [routing for routing in routings if routing is not None]
     assert len(seen) == len(routings), "the masks have seen no tokens yet"
     shares = torch.stack([routing.assignment.detach().mean(0) for routing in seen])

@@ -36,12 +36,12 @@ ALWAYS = 1024.0
 
 
 def always_used(router_bias: Any) -> Any:
-    """The experts [N] that every token uses, from the biases of a router: those near ALWAYS, which training may have moved."""
+    """Mask [N] of the experts that every token uses, from router biases: those near ALWAYS, which training may have moved."""
     return router_bias >= ALWAYS / 2
 
 
 def layer_shapes(s: ModelShape, n: int, shared: bool) -> dict[str, Shape]:
-    """Shapes of what every layer with n experts has, with a part that tokens share or without."""
+    """Shapes of the tensors in every layer with n experts, with a shared part or without."""
     shapes: dict[str, Shape] = {
         "expert_neurons": (n, s.mlp_size),
         "router_weight": (n, s.hidden_size),
@@ -52,7 +52,7 @@ def layer_shapes(s: ModelShape, n: int, shared: bool) -> dict[str, Shape]:
 
 
 def router_shapes(s: ModelShape, e: int) -> dict[str, Shape]:
-    """Shapes of a value router whose embedding has e numbers."""
+    """Shapes of a value router with an embedding of size e."""
     return {
         "project_in.weight": (e, s.hidden_size),
         "project_in.bias": (e,),
@@ -76,8 +76,8 @@ def refit_shapes(s: ModelShape, stored: dict[str, Shape]) -> dict[str, Shape]:
 
 
 def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[list[str]]:
-    """The names of each layer's tensors, within the layer. Raises ValueError or KeyError for a wrong tensor before any is
-    read: it may be of any size."""
+    """Return the names of each layer's tensors, within the layer. Raises ValueError or KeyError for a wrong tensor before any is
+    read: it may have any size."""
     unread = dict(stored)
     for i in range(s.num_layers):
         prefix = f"layers.{i}."
@@ -92,7 +92,7 @@ def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[l
 
 
 def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, tuple[Shape, tuple[str, ...]]]:
-    """Shape and possible dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
+    """Shape and allowed dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
     shapes = layer_shapes(s, experts, any(f"{prefix}{name}" in stored for name in FINE.values()))
     if any(name.startswith(prefix + ROUTER) for name in stored):

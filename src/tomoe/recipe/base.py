@@ -1,4 +1,4 @@
-"""The base of every recipe: frozen keys in sections, read from a file, overridden, compared; errors are one sentence."""
+"""The base of every recipe: frozen keys in sections, loaded from a file, overridden, compared; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tomoe.files import atomic_write, parse_json, read_text
 
 
 class Section(BaseModel):
-    """Frozen keys; an unknown key is an error (pydantic's, or within a recipe a UserError), and so is an infinity."""
+    """Frozen keys; an unknown key or an infinity is an error (pydantic's, or within a recipe a UserError)."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class BaseRecipe(Section):
-    """Everything that decides one kind of run. Constructing or loading one raises UserError, in one sentence, for a key or
+    """Everything that determines one kind of run. Constructing or loading one raises UserError, in one sentence, for a key or
     value that is not allowed."""
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset()
@@ -57,11 +57,11 @@ class BaseRecipe(Section):
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> Self:
-        """The recipe with these values at `section.key`. Raises UserError for a key or value that is not allowed."""
+        """Make the recipe with these values at `section.key`. Raises UserError for a key or value that is not allowed."""
         return cls.load(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
 
     def changed(self, overrides: Sequence[str]) -> Self:
-        """The same recipe with `section.key=value` overrides. Raises UserError for a key or value that is not allowed."""
+        """Return a copy with `section.key=value` overrides. Raises UserError for a key or value that is not allowed."""
         # a default may depend on another key, so only what was set is kept
         values = self.model_dump(exclude_unset=True)
         for override in overrides:
@@ -69,7 +69,7 @@ class BaseRecipe(Section):
         return type(self)(**values)
 
     def flatten(self) -> dict[str, Any]:
-        """All keys as `section.key`, with plain JSON values."""
+        """Return all keys as `section.key`, with plain JSON values."""
         values: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json").items():
             section = isinstance(value, Mapping)
@@ -81,12 +81,12 @@ class BaseRecipe(Section):
         atomic_write(Path(path), json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
 
     def digest(self) -> str:
-        """SHA-256 (hex) of every key that decides the outcome: not where it runs, nor how often it writes."""
+        """SHA-256 (hex) of every key that affects the outcome: not where it runs, or how often it writes."""
         deciding = {key: value for key, value in self.flatten().items() if key not in self.NOT_IN_DIGEST}
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: Self) -> list[str]:
-        """Sentences such as "train.steps: 500 here, 150 there"; empty exactly when the digests agree."""
+        """List sentences such as "train.steps: 500 here, 150 there"; empty exactly when the digests agree."""
         here, there = self.flatten(), other.flatten()
         return [
             f"{key}: {json.dumps(here.get(key))} here, {json.dumps(there.get(key))} there"
@@ -115,7 +115,7 @@ def _known(recipe: type[BaseRecipe]) -> list[str]:
 
 
 def _unknown(key: str, recipe: type[BaseRecipe]) -> str:
-    """The sentence for a key that does not exist: names its section and the nearest key that does."""
+    """Make the sentence for a key that does not exist: names its section and the nearest key that does."""
     section, _, leaf = key.rpartition(".")
     known = _known(recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
@@ -128,7 +128,7 @@ def _unknown(key: str, recipe: type[BaseRecipe]) -> str:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """The key of the same name in another section, else the one spelled most alike; None if none is near."""
+    """Return the key of the same name in another section, else the most similar one; None if none is near."""
     leaf = key.rpartition(".")[2]
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
@@ -137,12 +137,12 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _keys_of(section: str, recipe: type[BaseRecipe]) -> list[str]:
-    """Keys of a section; for anything else, the top-level keys and section names."""
+    """Return the keys of a section; for anything else, the top-level keys and section names."""
     return [key for key in _known(recipe) if key.startswith(f"{section}.")] or list(recipe.model_fields)
 
 
 def _sentence(error: ValidationError, recipe: type[BaseRecipe]) -> str:
-    """The first error of pydantic as one sentence: the key, its value, the values allowed."""
+    """Format the first error of pydantic as one sentence: the key, its value, the values allowed."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":
@@ -165,7 +165,7 @@ def _sentence(error: ValidationError, recipe: type[BaseRecipe]) -> str:
 
 
 def presets() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
 
 
@@ -174,7 +174,7 @@ def _folder() -> Traversable:
 
 
 def read_recipe(path_or_preset: str | Path) -> tuple[dict[str, Any], str]:
-    """The raw values of a recipe file or preset, and how errors name it. Raises UserError if it is no recipe."""
+    """Read the raw values of a recipe file or preset, and its name in errors. Raises UserError if it is not a recipe."""
     if str(path_or_preset) in presets():
         name = str(path_or_preset)
         return tomllib.loads(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8")), f"preset {name}"

@@ -110,11 +110,11 @@ class RepairSection(Section):
     """Maximum number of tokens to fit to: training text first, then calibration text."""
 
     def ridge_for(self, tokens: int, neurons: int) -> float:
-        """The ridge of a repair on so many tokens, for layers of so many neurons: the fewer tokens, the more they mislead."""
+        """Return the ridge for this many tokens and neurons per layer: the fewer tokens, the larger."""
         return self.ridge or max(LEAST_RIDGE, RIDGE_PER_NEURON * neurons / tokens)
 
     def target_after(self, steps: int) -> Literal["local", "half"]:
-        """The target for masks that were learned in so many steps."""
+        """Return the target for masks trained for this many steps."""
         if self.target != "auto":
             return self.target
         return "local" if steps else "half"
@@ -145,7 +145,7 @@ class TrainSection(LoopSection):
 
 
 class Recipe(RunRecipe):
-    """Everything that decides a conversion."""
+    """Everything that determines a conversion."""
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = RunRecipe.NOT_IN_DIGEST | {"offload", "train.shard"}
     OPEN: ClassVar[frozenset[str]] = frozenset({"method"})
@@ -176,11 +176,11 @@ class Recipe(RunRecipe):
         return self.start != "random"
 
     def fitted_tokens(self) -> int:
-        """Tokens of training and calibration text that the repair is fitted to, at most."""
+        """Maximum tokens of training and calibration text that the repair is fitted to."""
         return 0 if self.repair.mode == "none" else self.repair.tokens
 
     def _imply(self, section: str, values: Mapping[str, Any]) -> None:
-        """Set keys of a section that others imply, unless they were given; they still count as not given."""
+        """Set keys of a section that others imply, unless given; they still count as not given."""
         given: Section = getattr(self, section)
         values = {key: value for key, value in values.items() if key not in given.model_fields_set}
         implied = type(given)(**values, **given.model_dump(exclude_unset=True))
@@ -190,7 +190,7 @@ class Recipe(RunRecipe):
 
     @model_validator(mode="after")
     def _keys_that_fit(self) -> Self:
-        """The forms and dims of a random start, and the form and the shared part that suit a stock target."""
+        """Imply the forms and dims of a random start, and the form and shared part for a stock target."""
         rules = TARGET_RULES[self.target]
         # a random start learns masks of overlapping experts; otherwise the first form that the target has a place for
         experts: dict[str, Any] = {"form": "overlapping" if self.start == "random" else rules.forms[0]}
@@ -213,13 +213,13 @@ class Recipe(RunRecipe):
         return self
 
     def _check(self) -> None:
-        """Raises UserError for keys that do not go together."""
+        """Raise UserError for keys that are incompatible."""
         for problem in (*self._problems_of_target(), *self._problems_of_learning()):
             raise UserError(problem)
 
     def with_defaults(self, defaults: Mapping[str, Any], method: Mapping[str, Any]) -> Self:
-        """The same recipe with other defaults (`section.key` -> value) where no value was given, and the settings of a method.
-        Raises UserError for a key or value that is not allowed."""
+        """Return a copy with other defaults (`section.key` -> value) where no value was given, and a method's settings. Raises
+        UserError for a key or value that is not allowed."""
         values = self.model_dump(exclude_unset=True)
         for key, value in defaults.items():
             section, _, leaf = key.rpartition(".")

@@ -59,7 +59,7 @@ class TunedDataSection(DataSection):
 
 
 class FinetuneRecipe(RunRecipe):
-    """Everything that decides how a converted model is fine-tuned."""
+    """Everything that determines how a converted model is fine-tuned."""
 
     model: str = ""
     """A converted folder."""

@@ -53,7 +53,7 @@ class LoopSection(Section):
 
 
 def _names(text: str) -> list[str]:
-    """Names between commas; a comma within the path of a file or folder that is there belongs to the path."""
+    """Split names at commas; a comma within the path of an existing file or folder belongs to the path."""
     names: list[str] = []
     parts = text.split(",")
     while parts:
@@ -122,7 +122,7 @@ class RunRecipe(BaseRecipe):
         data: DataSection
 
     def fitted_tokens(self) -> int:
-        """Tokens of training and calibration text that are fitted to in closed form, at most."""
+        """Maximum tokens of training and calibration text that are fitted to in closed form."""
         return 0
 
     @model_validator(mode="after")
@@ -132,7 +132,7 @@ class RunRecipe(BaseRecipe):
         return self
 
     def _with_enough_text(self) -> DataSection:
-        """The text, with a number for `data.tokens` if it is 0; it still counts as not given."""
+        """Set `data.tokens` if it is 0; it still counts as not given."""
         train = self.train
         data = self.data
         if data.tokens:

@@ -1,4 +1,4 @@
-"""What the formats that a conversion can aim at ask of its experts. What engines can and cannot do stands here, once."""
+"""What each target format requires of a conversion's experts: the limits of engines, in one place."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ a tensor, and ends the process when they are used up: a plain llama has room for
 GGUF_BLOCK = 32
 """Numbers of a row that Q8_0 and Q4_0 hold together. Rows that it does not divide stay in 16 bits: a larger, slower file."""
 GGUF_TOLERANCE = 0.003
-"""So wide experts meet few budgets exactly: half of this block is up to 0.3 % of a layer of 4,864 neurons."""
+"""Experts this wide meet few budgets exactly: half of this block is up to 0.3% of a layer of 4,864 neurons."""
 GGUF_EXPERTS = (16, 24, 32, 48, 64)
-"""Numbers of experts that a layer has in llama.cpp, the first that meets the budget: its products by expert cost more for each
-operation than plain ones, so few wide ones are faster (docs/lab/performance.md); more meet budgets that few cannot."""
-GPU_WIDTH = 128  # neurons of an expert from which on grouped products of a GPU have enough to do
+"""Numbers of experts that a layer has in llama.cpp, the first that meets the budget: its products by expert cost more per
+operation than plain ones, so few wide experts are faster (docs/lab/performance.md); more meet budgets that few cannot."""
+GPU_WIDTH = 128  # neurons of an expert that keep a GPU's grouped matrix product busy
 GPU_EXPERTS_PER_TOKEN = 16
 """Experts of a token that fused routing on GPUs takes (SGLang's; vLLM's and TensorRT-LLM's take 32); they want a power of two."""
 STOCK_SHARED = 0.75
@@ -53,12 +53,12 @@ faster in engines (docs/lab/log.md)."""
 
 @dataclass(frozen=True)
 class TargetRules:
-    """What one format asks of the experts of a model."""
+    """What one format requires of a model's experts."""
 
-    forms: tuple[Form, ...] = ("fine", "overlapping")  # forms that it has a place for
+    forms: tuple[Form, ...] = ("fine", "overlapping")  # forms that it supports
     uniform: bool = True  # whether all layers must be alike: experts of one width, and as many of them for each token
     num_experts: int = 0  # experts of a layer; 0: any number
-    whole_attention: bool = False  # whether it has a place for whole heads only
+    whole_attention: bool = False  # whether it supports dense attention only
     shared: float | None = None
     """The share of the shared part unless the recipe gives one; None: the recipe's own default."""
     numbers: tuple[int, ...] = ()
@@ -66,15 +66,15 @@ class TargetRules:
     bounded: bool = False
     """Whether it refuses more than MAX_EXPERTS_PER_TOKEN, too, where the recipe gives the size of an expert."""
     router_bias: bool = True  # whether its routers of fine-grained experts have biases
-    dense_layers: bool = True  # whether first layers may stay whole
+    dense_layers: bool = True  # whether the first layers may be dense
     holds_shared: bool = True  # whether tokens may share neurons
     shared_in_experts: bool = False  # whether it holds these neurons in experts, which count among those of a token
     block: int = 1  # neurons that should divide the width of a fine-grained expert
     tolerance: float = 0.0
     """Largest distance between the active fraction of a plan and the requested one, if it is more than BUDGET_TOLERANCE."""
-    wide: bool = False
-    """Whether a GPU runs it: a power of two of experts of at least GPU_WIDTH neurons, no more than GPU_EXPERTS_PER_TOKEN of
-    them for a token, in no layer, and a shared part that is a multiple of one."""
+    gpu: bool = False
+    """Whether a GPU runs it: a power of two of experts, of at least GPU_WIDTH neurons; at most GPU_EXPERTS_PER_TOKEN experts per
+    token in every layer; a shared part that is a multiple of one expert."""
 
 
 _STOCK = TargetRules(forms=("fine",), shared=STOCK_SHARED)
@@ -96,5 +96,5 @@ TARGET_RULES = {
         shared=STOCK_SHARED, numbers=GGUF_EXPERTS, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE
     ),
     "hf": TargetRules(forms=("fine", "overlapping", "inputs"), uniform=False),
-    "gpu": replace(_STOCK, shared=None, uniform=False, wide=True),
+    "gpu": replace(_STOCK, shared=None, uniform=False, gpu=True),
 }

@@ -1,4 +1,4 @@
-"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures."""
+"""Measure a conversion and its dense model and write the report: evaluation.json, README.md, report.html, figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from tomoe import distributed
 from tomoe.data.evaluation_text import OFFLOADED_TOKENS, held_out_text
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checked, read_rows, to_json
+from tomoe.evaluation.results import ACTIVE_CURVE, Count, Name, NotNegative, Row, checked, read_rows, to_json
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.run import LOOP_LENGTH, TOPICS, LoopTask, Variety, write
 from tomoe.files import atomic_write, read_json, sha256
@@ -39,7 +39,7 @@ SLOW = 1e9
 
 @dataclass(frozen=True)
 class Observed:
-    """report.json: what the models wrote."""
+    """report.json: what the models generated."""
 
     format: str
     plan: str  # sha256 of the plan's last file
@@ -62,10 +62,9 @@ class Cost(TypedDict, total=False):
 def write_reports(
     out: Path, on_progress: ProgressCallback = no_progress, dense: PreTrainedModel | None = None, again: bool = True
 ) -> tuple[list[Row], list[Generation]]:
-    """Measure a conversion beside its dense model (`dense`, if it is loaded) on the text it held out, and let both write;
-    make evaluation.json, README.md and report.html of it. With `again` false, what was measured of this plan before is shown
-    as it is. Process 0 writes, and returns what the models wrote, too. Raises UserError if `out` holds no conversion, holds
-    damaged files, or cannot be written."""
+    """Measure a conversion and its dense model (`dense`, if loaded) on the held-out text, and generate with both; write
+    evaluation.json, README.md and report.html. With `again` false, earlier measurements of this plan are used. Process 0 writes,
+    and returns the generated texts, too. Raises UserError if `out` holds no conversion or damaged files, or cannot be written."""
     plan = read_plan(out)
     recipe = Recipe.load(out / "recipe.json")
     rows, observed = ([], None) if again else _kept(out)
@@ -74,8 +73,8 @@ def write_reports(
     if distributed.rank() or observed is None:
         return rows, []
     write_card(out, plan, rows)
-    dial = read_rows(out, DIAL)
-    figures = all_figures(plan, RunFolder(out / "run").rows(), dial)
+    curve = read_rows(out, ACTIVE_CURVE)
+    figures = all_figures(plan, RunFolder(out / "run").rows(), curve)
     for figure in figures:
         save(figure, out / "figures")
     write_page(
@@ -87,7 +86,7 @@ def write_reports(
         figures=figures,
         cost=_read(out / "run" / "cost.json", Cost),
         cells=_read(out / "benchmark.json", list[Cell], "cells") or (),
-        dial=dial,
+        curve=curve,
         varieties=observed.varieties,
     )
     return rows, observed.generations
@@ -96,14 +95,14 @@ def write_reports(
 def _measure(
     out: Path, recipe: Recipe, dense: PreTrainedModel | None, on_progress: ProgressCallback
 ) -> tuple[list[Row], Observed | None]:
-    """Measure both models and write what was found; nothing is observed or written by processes other than 0."""
+    """Measure both models and write the results; processes other than 0 write nothing."""
     # a base that was sharded is too large for one GPU
     device = "cpu" if recipe.train.shard else recipe.device
     dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, recipe.offload)
     moe = load_model(str(out), recipe.train.dtype, device, recipe.offload)
     tokenizer = load_tokenizer(str(out))
     base = BaseWeights.of(recipe)
-    dense, moe = base.computing_(dense), base.computing_(moe)
+    dense, moe = base.to_compute_dtype_(dense), base.to_compute_dtype_(moe)
     text = held_out_text([str(out)])
     if recipe.offload:
         text = replace(text, sequences=text.sequences.truncate(OFFLOADED_TOKENS))
@@ -126,7 +125,7 @@ def _write_texts(
     tokenizer: PreTrainedTokenizerBase,
     on_progress: ProgressCallback,
 ) -> Observed:
-    """Let both models write."""
+    """Generate with both models."""
     task = _text_task(models[0])
     written = []
     for name, model in zip(names, models, strict=True):
@@ -144,7 +143,7 @@ def _write_texts(
 
 
 def _kept(out: Path) -> tuple[list[Row], Observed | None]:
-    """What was measured of the plan in `out` before; empty if nothing was, or of another plan or by another version."""
+    """Return earlier measurements of the plan in `out`; empty without any, or for another plan or version."""
     path = out / "report.json"
     if not path.exists():
         return [], None
@@ -156,13 +155,13 @@ def _kept(out: Path) -> tuple[list[Row], Observed | None]:
 
 
 def _plan_hash(out: Path) -> str:
-    """Sha256 of plan.safetensors, or of plan.json, which is all of a plan whose tokens choose inputs."""
+    """SHA-256 of plan.safetensors, or of plan.json, which is all of a plan whose tokens choose inputs."""
     tensors = out / "plan.safetensors"
     return sha256(tensors if tensors.is_file() else out / "plan.json")
 
 
 def _read(path: Path, kind: type[Any], key: str = "") -> Any:
-    """A file's values, or those of a key, as a `kind`; None if there is no such file. Raises UserError if it is damaged."""
+    """Read a file's values, or those of a key, as a `kind`; None without the file. Raises UserError if it is damaged."""
     if not path.exists():
         return None
     values = read_json(path)
@@ -170,7 +169,7 @@ def _read(path: Path, kind: type[Any], key: str = "") -> Any:
 
 
 def _text_task(model: PreTrainedModel) -> LoopTask:
-    """The texts to write: at most a quarter of the context, fewer and shorter ones where a token takes long."""
+    """Return the texts to generate: at most a quarter of the context, fewer and shorter ones if tokens are slow."""
     texts, length = WRITTEN, LOOP_LENGTH
     if model.device.type == "cpu":
         texts = SHOWN

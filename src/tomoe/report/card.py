@@ -38,13 +38,13 @@ def write_card(
     base_model: str = "",
     command: str | None = None,
     export: tuple[str, str, str] | None = None,
-    dialed: bool = True,
+    adjustable: bool = True,
 ) -> Path:
     """Write OUT/README.md, or README.tomoe.md beside one that was edited, with a `Note`; returns which.
 
     `rows`: the dense model and the converted ones, or none. `base_model` (default: the recipe's) is named if its hub id is
     known, and so is its license, if a file on this disk tells it. `export`, of another architecture: its name, a phrase on
-    its sizes, and how it was verified; `dialed`: other numbers of experts can be used there. Names are escaped. Raises
+    its sizes, and how it was verified; `adjustable`: other numbers of experts can be used there. Names are escaped. Raises
     UserError if the folder cannot be written.
     """
     recipe = recipe_of(plan)
@@ -73,7 +73,7 @@ def write_card(
         base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
         product=words_of(plan).product,
-        experts=words_of(plan).card(plan, dialed),
+        experts=words_of(plan).card(plan, adjustable),
         files=" and ".join(f"`{name}`" for name in PLAN if (out / name).is_file()) or "`plan.json`",
         tuned=FINETUNED in plan.notes,
         refitted=REPAIRED in plan.notes,
@@ -93,12 +93,12 @@ def write_card(
 
 
 def _fenced(code: str) -> str:
-    """Code that cannot end the block of Markdown around it."""
+    """Fence code so that it cannot end its Markdown block."""
     return code.replace("```", "'" * 3)
 
 
 def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
-    """Sentences on what to know before trusting the model; they depend on how it was made and measured."""
+    """List sentences on what to know before trusting the model, by how it was made and measured."""
     recipe, fitted = recipe_of(plan), words_of(plan).fitted
     sentences = []
     measured = [row for row in rows[1:] if row.measurement.kl is not None]
@@ -135,14 +135,14 @@ def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
 
 
 def _datasets(recipe: Recipe | None) -> list[str]:
-    """Hub ids of the data sets that the model was fitted on; local text and text of the model itself have none."""
+    """Return hub ids of the data sets that the model was fitted on; local and self-sampled text have none."""
     named = [s for s in (recipe.data.sources if recipe else ()) if s in SOURCES or hub_id(s.partition(":")[0])]
     ids = [(SOURCES[s].hub_id if s in SOURCES else s) or "" for s in named]
     return list(dict.fromkeys(name.partition(":")[0] for name in ids if name))
 
 
 def _eval_results(rows: Sequence[Row]) -> list[EvalResult]:
-    """Results of the converted model (the last row), if it was measured beside a dense one: the text, then each task."""
+    """Return results of the converted model (the last row), if measured with a dense one: the text, then each task."""
     if len(rows) < 2:
         return []
     m = rows[-1].measurement
@@ -182,7 +182,7 @@ def _eval_results(rows: Sequence[Row]) -> list[EvalResult]:
 
 
 def _dataset(data: str) -> dict[str, Any]:
-    """Identifier, config and split of a text that is named like `wikitext (test)`, or just its name."""
+    """Return identifier, config and split of a text named like `wikitext (test)`, or just its name."""
     named = re.fullmatch(r"(\S+) \((\w+)\)", data)
     name = named[1] if named else ""
     place = SOURCES[name].hub_id if name in SOURCES else name if hub_id(name.partition(":")[0]) else None
@@ -193,7 +193,7 @@ def _dataset(data: str) -> dict[str, Any]:
 
 
 def base_model_info(model: str) -> tuple[str | None, str | None]:
-    """The hub id of a dense model and its license, as the hub writes it (apache-2.0); None for what no file on this disk tells:
+    """Return the hub id of a dense model and its license, as the hub writes it (apache-2.0); None for what no local file tells:
     the card of a folder or in the hub's cache, the metadata of a .gguf file, the table of known names."""
     if not model:  # as a path it would be the working directory, which may have a README.md of its own
         return None, None
@@ -209,7 +209,7 @@ def base_model_info(model: str) -> tuple[str | None, str | None]:
 
 
 def _license(file: Path) -> str | None:
-    """What a card or a .gguf file says, in lower case; None for prose, for `other` and for damaged files."""
+    """Return the license in a card or .gguf file, in lower case; None for prose, for `other` and for damaged files."""
     if not file.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""The figures of what was measured, one function each, from plain rows. Each can be read without its caption."""
+"""The figures of the measurements, one function each, from plain rows. Each can be read without its caption."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class MethodPoint:
     repaired: bool
 
 
-def all_figures(plan: AnyPlan, metrics: Metrics = (), dial: Sequence[Row] = ()) -> list[CaptionedFigure]:
-    """Draw every figure that there are numbers for: of the plan, of the run's metrics.jsonl, and of dial.json."""
-    drawn = (dial_figure(dial, plan), layers_figure(plan), training_figure(metrics))
+def all_figures(plan: AnyPlan, metrics: Metrics = (), curve: Sequence[Row] = ()) -> list[CaptionedFigure]:
+    """Draw every figure that has data: of the plan, of the run's metrics.jsonl, and of active.json."""
+    drawn = (active_figure(curve, plan), layers_figure(plan), training_figure(metrics))
     return [figure for figure in drawn if figure is not None]
 
 
 @styled
 def layers_figure(plan: AnyPlan) -> CaptionedFigure:
-    """By layer the parts of an MLP as bars, and as lines the share of all else that a token uses a part of."""
+    """Draw, by layer, the parts of an MLP as bars, and the shares of everything else that a token uses in part as lines."""
     words = words_of(plan)
     bars, lines = words.bars(plan), words.lines(plan)
     layers = range(len(plan.describe()))
@@ -80,9 +80,9 @@ def _span(shares: Sequence[float]) -> str:
 
 
 @styled
-def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
-    """Perplexity of one model with several numbers of fine-grained experts, or inputs, a token, from the rows of dial.json,
-    of which the first is the dense model. None unless at least two others have an active share."""
+def active_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
+    """Draw perplexity by active share of one model with several numbers of experts or inputs per token, from the rows of
+    active.json, the dense model first. None unless at least two others have an active share."""
     points = sorted(
         (row.facts["active_share"], row.measurement.perplexity, row.experts_per_token or 0)
         for row in rows[1:]
@@ -117,7 +117,7 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
     changed = "The weights were fine-tuned" if FINETUNED in plan.notes else "Projections were refitted"
     refitted = f" {changed} for the planned number, so with all {unit} it need not be the dense model."
     return CaptionedFigure(
-        "dial",
+        "active",
         "Quality against active parameters, one folder",
         f"Line chart of perplexity by active share; the dense model has {dense:.2f}. {numbers}.",
         f"The same weights with more or fewer {unit} for each token, a number that is chosen when the model is loaded."
@@ -128,7 +128,7 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
 
 @styled
 def training_figure(metrics: Metrics) -> CaptionedFigure | None:
-    """The distillation loss by step, without skipped steps; None with fewer than two finite numbers."""
+    """Draw the distillation loss by step, without skipped steps; None with fewer than two finite numbers."""
     points = [
         (row["step"], row["distill"])
         for row in metrics
@@ -158,7 +158,7 @@ def training_figure(metrics: Metrics) -> CaptionedFigure | None:
 
 @styled
 def methods_figure(points: Sequence[MethodPoint]) -> CaptionedFigure:
-    """KL to the dense model by active share, a line for each method; dashed before the repair."""
+    """Draw KL to the dense model by active share, a line per method; dashed before the repair."""
     figure, (axes,) = canvas(3.6)
     named = list(dict.fromkeys(point.method for point in points))
     for n, method in enumerate(named):
@@ -188,6 +188,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Running median over a twentieth of the run: it shows the trend of what jumps from step to step."""
+    """Running median over a twentieth of the run: the trend of values that jump between steps."""
     reach = max(1, len(values) // 40)
     return [median(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]

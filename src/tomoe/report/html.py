@@ -1,4 +1,4 @@
-"""Render pages from templates: all inline, all escaped, and no script but the one whose hash stands in the page."""
+"""Render pages from templates: everything inline and escaped, and only the script whose hash is in the page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def template(name: str) -> str:
 
 
 def write_route_page(path: Path, title: str, source: str, trace: RoutingTrace, layer: int) -> Path:
-    """A page of a text in the colors of its experts; `source` names the text. Raises UserError if it cannot be written."""
+    """Write a page with a text in the colors of its experts; `source` names the text. Raises UserError if it cannot."""
     page = render(
         "route.html.j2", template("tokens.js"), title=title, source=source, trace=trace, layer=layer, colors=COLORS
     )
@@ -55,7 +55,7 @@ def write_route_page(path: Path, title: str, source: str, trace: RoutingTrace, l
 
 
 def svg_uri(svg: str) -> str:
-    """The source of an <img>: what an SVG holds cannot reach the page from there."""
+    """Return the source of an <img>: the contents of an SVG cannot access the page from there."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
@@ -65,7 +65,7 @@ def shown(piece: str) -> str:
 
 
 def numbers(trace: RoutingTrace) -> str:
-    """One line for each layer: its number, then the (strongest) expert of each token, one column for each token."""
+    """Return one line per layer: its number, then the (strongest) expert of each token, a column per token."""
     width = len(str(trace.num_experts - 1))
     label = len(f"layer {len(trace.experts) - 1}")
     lines = (
@@ -78,8 +78,8 @@ def numbers(trace: RoutingTrace) -> str:
 
 
 def choices(trace: RoutingTrace) -> list[list[int]] | list[list[str]]:
-    """[layer][token], for the script of the page: the expert of a token, or "3 17 5 …", the strongest ones first; nothing
-    where all tokens use the same experts."""
+    """Return [layer][token] for the script of the page: the expert of a token, or "3 17 5 …", the strongest first; empty where
+    all tokens use the same experts."""
     if not trace.chosen:
         return trace.experts
 
@@ -91,6 +91,6 @@ def choices(trace: RoutingTrace) -> list[list[int]] | list[list[str]]:
 
 
 def strongest(choice: int | str) -> int | None:
-    """The expert that gives a token its color, from an entry of `choices`."""
+    """Return the expert that colors a token, from an entry of `choices`."""
     first = str(choice).partition(" ")[0]
     return int(first) if first else None

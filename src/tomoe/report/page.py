@@ -1,4 +1,4 @@
-"""The report of a conversion: one HTML file that needs nothing beside it, for a phone and a screen reader too."""
+"""The report of a conversion: one self-contained HTML file, also for phones and screen readers."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ def write_page(
     figures: Sequence[CaptionedFigure] = (),
     cost: Mapping[str, Any] | None = None,  # the run's cost.json
     cells: Sequence[Cell] = (),  # of benchmark.json
-    dial: Sequence[Row] = (),  # the dense model, then the same folder with several numbers of experts
+    curve: Sequence[Row] = (),  # the dense model, then the same folder with several numbers of experts
     varieties: Sequence[Variety] = (),  # loops in what each model wrote
 ) -> Path:
-    """Write OUT/report.html, without the parts that nothing is given for; the same gives the same bytes. Raises UserError if it
-    cannot be written."""
+    """Write OUT/report.html, without the parts that have no data; deterministic. Raises UserError if it cannot be written."""
     words = words_of(plan)
     recipe = recipe_of(plan)
     known = {"Dense weights": plan.source, "Recipe": recipe and recipe.digest()}
@@ -67,8 +66,8 @@ def write_page(
         footnote=footnote(rows),
         tasks=task_table(rows),
         task_footnote=task_footnote(rows),
-        dial=table(dial),
-        dial_footnote=footnote(dial),
+        curve=table(curve),
+        curve_footnote=footnote(curve),
         loops=loops(varieties) if len(varieties) > 1 else "",
         generations=generations,
         method=svg_uri(template(words.drawing)),
@@ -109,7 +108,7 @@ def _benchmark_command(out: Path, recipe: Recipe | None) -> str:
 
 
 def lost(rows: Sequence[Row], varieties: Sequence[Variety] = ()) -> str:
-    """What the last model does worse than the first, the dense one; says so if that was not measured."""
+    """Say what the last model does worse than the first, the dense one, or that it was not measured."""
     if len(rows) < 2:
         return "Quality was not measured."
     dense, moe = rows[0].measurement, rows[-1].measurement
@@ -130,13 +129,13 @@ def lost(rows: Sequence[Row], varieties: Sequence[Variety] = ()) -> str:
 
 
 def loops(varieties: Sequence[Variety]) -> str:
-    """How many of its texts end in a loop, beside those of the dense model, which is first."""
+    """Say how many of its texts end in a loop, and of those of the dense model, which is first."""
     dense, moe = varieties[0], varieties[-1]
     return f"{moe.looped} of the {moe.texts} texts that it wrote end in a loop (dense model: {dense.looped})"
 
 
 def gained(rows: Sequence[Row], cells: Sequence[Cell]) -> str:
-    """What it saves: time for the fewest sequences that were timed, and weights that work on a token."""
+    """Say what it saves: time for the fewest sequences timed, and active weights."""
     parts = [_speed(cell) for cell in _smallest(cells)] or ["Speed was not measured: the commands below do it."]
     if len(rows) > 1:
         dense, moe = rows[0].facts, rows[-1].facts
@@ -148,7 +147,7 @@ def gained(rows: Sequence[Row], cells: Sequence[Cell]) -> str:
 
 
 def _smallest(cells: Sequence[Cell]) -> list[Cell]:
-    """Of each phase the first cell with the fewest sequences; writing comes first."""
+    """Return the cell with the fewest sequences of each phase; decoding comes first."""
     phases = sorted(dict.fromkeys(cell.phase for cell in cells), key=lambda phase: phase == "prefill")
     return [min((cell for cell in cells if cell.phase == phase), key=lambda cell: cell.batch) for phase in phases]
 

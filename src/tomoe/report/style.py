@@ -1,4 +1,4 @@
-"""How figures look, and how one is written, as SVG and PNG. The same numbers give the same bytes."""
+"""How figures look, and how they are written, as SVG and PNG. The same numbers give the same bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CaptionedFigure:
 
     @cached_property
     def svg(self) -> str:
-        """One <svg> element and its prologue; drawn once for the file and the page."""
+        """Return one <svg> element and its prologue; drawn once for the file and the page."""
         return _written(self.figure, "svg").decode()
 
 
@@ -74,8 +74,8 @@ def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[
     return figure, list(figure.subplots(rows, 1, squeeze=False, **subplots)[:, 0])
 
 
-def _settle(figure: Figure, dpi: int) -> None:
-    """Lay out once: each drawing would shift the axes by a hair, and no two files were the same."""
+def _fix_layout(figure: Figure, dpi: int) -> None:
+    """Lay out once: each drawing would shift the axes slightly, and no two files would be equal."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
@@ -88,9 +88,9 @@ def _settle(figure: Figure, dpi: int) -> None:
 
 @styled
 def _written(figure: Figure, kind: str) -> bytes:
-    """As a file of this kind, svg or png, without date or version."""
+    """Render to a file of this kind, svg or png, without date or version."""
     dpi, unnamed = FILES[kind]
-    _settle(figure, dpi)
+    _fix_layout(figure, dpi)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict.fromkeys(unnamed))
     return buffer.getvalue()

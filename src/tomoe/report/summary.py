@@ -1,4 +1,4 @@
-"""Sentences that card and page share: how a model was converted, read from its plan alone."""
+"""Sentences that card and page share: how a model was converted, from its plan alone."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ATTENTION = {
 
 
 def recipe_of(plan: AnyPlan) -> Recipe | None:
-    """The recipe that a plan carries; None if it was made by hand. Raises UserError if it is damaged."""
+    """Return the recipe in a plan; None if it was made by hand. Raises UserError if it is damaged."""
     return Recipe(**plan.recipe) if plan.recipe else None
 
 
 def shown_name(model: str) -> str:
-    """A local path shows as its last part: a report that travels says nothing about the disk it was made on. A text on the
-    hub may name its configuration too: owner/name:configuration."""
+    """Return the last part of a local path: reports must not reveal the disk they were made on. A text on the hub may name its
+    configuration too: owner/name:configuration."""
     return model if hub_id(model.partition(":")[0]) and not Path(model).exists() else basename(model)
 
 
 def hub_id(model: str) -> str | None:
-    """The name if it can be a hub id and is no local path, otherwise None."""
+    """Return the name if it can be a hub id and is not a local path, else None."""
     shaped = HUB_ID.fullmatch(model) and not model.endswith(".gguf")
     return model if shaped and not Path(model).exists() else None
 
@@ -43,7 +43,7 @@ def self_sampled(data: str) -> bool:
 
 
 def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
-    """How the model was made, as (what, how) lines."""
+    """Describe how the model was made, as (what, how) lines."""
     recipe = recipe_of(plan)
     lines = [
         ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
@@ -87,7 +87,7 @@ def _summary_of_inputs(plan: InputsPlan, recipe: Recipe | None) -> list[tuple[st
 
 
 def _method(plan: AnyPlan) -> list[tuple[str, str]]:
-    """The method as the plan notes it; nothing if it notes none, or something else."""
+    """Return the method in the plan's notes; empty if there is none, or something else."""
     note = plan.notes.get("method")
     values = [note.get(key) for key in ("name", "summary", "paper")] if isinstance(note, dict) else []
     if not values or not all(isinstance(value, str) for value in values):
@@ -106,7 +106,7 @@ def _origin(plan: AnyPlan, recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def layer_table(plan: AnyPlan) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells, one line for each layer."""
+    """Return titles and cells, one line per layer."""
     rows = plan.describe()
     titles = {"layer": "layer", **words_of(plan).titles, "active": "active params"}
     shown = [key for key in titles if key in rows[0]]
@@ -118,13 +118,13 @@ def _cell(value: int | float | None) -> str:
 
 
 def _output_weights(plan: AnyPlan) -> int | None:
-    """Weights of the output matrix; None for a config of other names."""
+    """Count weights of the output matrix; None for a config with other names."""
     vocabulary, hidden = plan.dense_config.get("vocab_size"), plan.dense_config.get("hidden_size")
     return vocabulary * hidden if type(vocabulary) is int and type(hidden) is int else None
 
 
 def _decoding(plan: Plan) -> list[tuple[str, str]]:
-    """What writing a token always reads, what that bounds, and bytes of files; nothing for a config of other names."""
+    """Describe what decoding always reads, the resulting bounds, and file sizes; empty for a config with other names."""
     output = _output_weights(plan)
     if output is None:
         return []

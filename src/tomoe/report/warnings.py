@@ -1,4 +1,4 @@
-"""Warnings in plain sentences, found in the plan, in the routing and in what was measured."""
+"""Warnings in plain sentences, derived from the plan, the routing and the measurements."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Finding:
 
 
 def find_warnings(plan: AnyPlan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
-    """Find everything worth a warning in a plan and in the rows that `compare` measured, if any, in the same order each time.
-    Raises UserError if the recipe of the plan is damaged."""
+    """Find all warnings about a plan and the rows that `compare` measured, if any, in a fixed order. Raises UserError if the
+    plan's recipe is damaged."""
     findings: list[Finding] = []
     if plan is not None:
         findings += [*_budget(plan), *_fitted_context(plan)]
@@ -47,7 +47,7 @@ def find_warnings(plan: AnyPlan | None = None, rows: Sequence[Row] = ()) -> list
 
 
 def find_worsening(before: Row, after: Row) -> list[Finding]:
-    """A warning if a model was improved, and on the same text is further from the dense one than what it started from."""
+    """Warn if an improved model is further from the dense one, on the same text, than the model it started from."""
     was, now = before.measurement.kl, after.measurement.kl
     if was is None or now is None or now <= was:
         return []
@@ -68,7 +68,7 @@ def _budget(plan: AnyPlan) -> Iterator[Finding]:
 def _attention(plan: Plan) -> Iterator[Finding]:
     dims = plan.shape.head_dim
     for name, column in (("Q/K", 1), ("V/O", 2)):
-        # without dims it was left whole, for no recipe can prune it
+        # without dims it is dense, because no recipe can prune it
         kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if dims and widths[column] <= NARROW * dims}
         if kept:
             least = _least(kept)
@@ -134,7 +134,7 @@ def _routing(usage: ExpertUsage | None, plan: Plan | None) -> Iterator[Finding]:
 
 
 def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> Iterator[Finding]:
-    """Of fine-grained experts: those that no token chooses, and layers whose tokens all choose the same ones."""
+    """Warn of fine-grained experts that no token chooses, and of layers whose tokens all choose the same ones."""
     for layer, (top_k, row) in enumerate(zip(usage.per_token, usage.shares, strict=True)):
         # chosen for every token by their bias, which is no choice
         always = 0 if plan is None else plan.counts[layer].always_used
@@ -156,7 +156,7 @@ def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> Iterator[Finding]:
 
 
 def _measured(row: Row) -> Iterator[Finding]:
-    """What makes the numbers of a row say less than they seem to."""
+    """Warn of what makes the numbers of a row less meaningful than they seem."""
     m = row.measurement
     highest = row.facts.get("max_positions")
     if row.training_overlap is not None and row.training_overlap >= OVERLAP:

@@ -1,4 +1,4 @@
-"""What the report says of each kind of plan: `words_of` has an object for each."""
+"""The report's words for each kind of plan: `words_of` returns an object for each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 
 
 class FormWords(ABC):
-    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; used: what stands
-    in a layer, in a word or two; fitted: what text decides; measured: of what the figure of the layers shows shares; titles: of
+    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; used: the contents of
+    a layer, in a word or two; fitted: what text decides; measured: what the figure of the layers shows shares of; titles: of
     columns of `plan.describe()`."""
 
     drawing: ClassVar[str]
@@ -27,18 +27,18 @@ class FormWords(ABC):
 
     @abstractmethod
     def experts(self, plan: Any) -> str:
-        """What stands in a layer and how much of it a token uses, for the summary."""
+        """Describe a layer and how much of it a token uses, for the summary."""
 
     @abstractmethod
-    def card(self, plan: Any, dialed: bool) -> str:
-        """The same for the card, where the sentence begins with "in every layer"; dialed: other numbers can be asked for."""
+    def card(self, plan: Any, adjustable: bool) -> str:
+        """Describe the same for the card, continuing "in every layer"; adjustable: whether other numbers can be asked for."""
 
     def bars(self, plan: Any) -> dict[str, list[float]]:
-        """For each layer, parts of the MLP that lie within each other, as shares of its neurons; the whole first."""
+        """Return, per layer, nested parts of the MLP as shares of its neurons, the largest first."""
         return {}
 
     def lines(self, plan: Any) -> dict[str, list[float]]:
-        """For each layer, shares of a token of all else: of the dims of a head, where attention is cut."""
+        """Return, per layer, a token's shares of everything else: of the dims of a head, where attention is pruned."""
         whole = plan.shape.head_dim
         cut = {name: [widths[column] for widths in plan.widths()] for column, name in enumerate(DIMS.values(), 1)}
         return {name: [n / whole for n in dims] for name, dims in cut.items() if min(dims) < whole}
@@ -71,8 +71,8 @@ class FineWords(FormWords):
             f"{span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
         )
 
-    def card(self, plan: Plan, dialed: bool) -> str:
-        number = "a number at load time (`num_experts_per_tok`)" if dialed else "fixed in this form"
+    def card(self, plan: Plan, adjustable: bool) -> str:
+        number = "a number at load time (`num_experts_per_tok`)" if adjustable else "fixed in this form"
         return (
             f"each token uses a shared\npart and the experts that a small router chooses among {plan.num_experts}, and every "
             f"neuron of the dense model's MLP is in one of\nthese. How many experts a token uses is {number}"
@@ -105,7 +105,7 @@ class OverlappingWords(FormWords):
             f"they share neurons, {sum(unions) / len(unions) / size:.1%} of which are in use"
         )
 
-    def card(self, plan: Plan, dialed: bool) -> str:
+    def card(self, plan: Plan, adjustable: bool) -> str:
         return (
             f"a small router\nsends each token to one of {plan.num_experts} experts, and each expert is a subset of the dense "
             "model's MLP neurons"
@@ -136,7 +136,7 @@ class StaticWords(FormWords):
         widths = [layer.width for layer in plan.counts]
         return f"{span(widths)} of {plan.shape.mlp_size:,} in each layer, the same for every token"
 
-    def card(self, plan: Plan, dialed: bool) -> str:
+    def card(self, plan: Plan, adjustable: bool) -> str:
         widths = [layer.width for layer in plan.counts]
         kept = f"{span(widths)} of its {plan.shape.mlp_size:,} neurons"
         return f"the MLP keeps\n{kept}, the same for every token, and the others are gone"
@@ -168,7 +168,7 @@ class InputsWords(FormWords):
             "Every token chooses, in prompts and batches, too"
         )
 
-    def card(self, plan: InputsPlan, dialed: bool) -> str:
+    def card(self, plan: InputsPlan, adjustable: bool) -> str:
         return (
             "each token\nuses the inputs of a projection that are largest times the norm of their column, and the rows of the "
             "matrices\nthat belong to the others are not read in decoding. Prompts and batches choose, too; loaded with "
@@ -187,11 +187,11 @@ WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWo
 
 
 def words_of(plan: AnyPlan) -> FormWords:
-    """The words for a plan."""
+    """Return the words for a plan."""
     return StaticWords() if isinstance(plan, Plan) and plan.is_static else WORDS[plan.form]
 
 
 def span(numbers: Sequence[int]) -> str:
-    """The smallest and the largest, or one number if they are the same."""
+    """Format the smallest and the largest, or one number if they are equal."""
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -1,1 +1,1 @@
-"""One resumable loop for anything that is trained, and the folder of a run."""
+"""One resumable loop for any training, and the folder of a run."""

@@ -1,4 +1,4 @@
-"""What a student loses of its teacher, or of the text: a mean over tokens in nats, without all logits in memory at once."""
+"""The loss of a student against its teacher, or on the text: a mean over tokens in nats, without all logits in memory at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CHUNK, CHUNK_ON_DEVICE = 128, 1024  # tokens whose logits are in memory at a tim
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The mean over tokens of a loss on logits, some tokens at a time: the gradient of the hidden states is computed in the
-    forward pass, so no [T, V] tensor ever exists, in any dtype."""
+    """Mean over tokens of a loss on logits, in chunks: the gradient of the hidden states is computed in the forward pass, so no
+    [T, V] tensor ever exists, in any dtype."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Trains masks, and measures before and after on held-out text what a plan of them loses."""
+"""Trains masks, and measures on held-out text, before and after, what their plan loses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHECKED_TOKENS = 4096
 def train_masks_(
     training: Training, plan: Callable[[], Plan], text: Sequences, objective: str, on_progress: ProgressCallback
 ) -> dict[str, Any]:
-    """Train from the last checkpoint, or else from the start, to the last step; `plan` makes the plan of what `training.net`
-    holds. Returns what the notes of a plan say of it."""
+    """Train from the last checkpoint, or else from the start, to the last step; `plan` makes the plan of `training.net`. Returns
+    the notes for a plan."""
     steps = training.loop.steps
 
     def loss() -> float:
@@ -39,8 +39,8 @@ def train_masks_(
 
 @torch.no_grad()
 def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
-    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
-    language-modeling loss if that is the objective.
+    """Return the dense model's loss under a plan's masks, in nats per token of `text`: the KL to itself, or the language-modeling
+    loss if that is the objective.
 
     Every process reads all of the text: a sharded model runs in all of them or in none.
     """
@@ -56,7 +56,7 @@ def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> flo
 
 
 def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
-    """What a plan's notes say of a training of `steps` steps; `checked` is the state of the checks on held-out text."""
+    """Return the plan's notes on a training of `steps` steps; `checked` is the state of the checks on held-out text."""
     # not if the training was stopped before its last check, or if a loss was not finite
     if not steps or checked.get("checked") != steps or not math.isfinite(checked["start"]):
         return {"steps": steps}

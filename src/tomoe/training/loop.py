@@ -35,7 +35,7 @@ CHECKED = "best"  # the key of state.json that says what the checks on held-out 
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A corpus that batches are read from: the same (step, micro) always gives the same sequences."""
+    """A corpus to read batches from: the same (step, micro) always gives the same sequences."""
 
     def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Any: ...
 
@@ -55,7 +55,7 @@ def learning_rate(train: LoopSection, step: int) -> float:
 def make_optimizer(
     net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Return AdamW for the trainable parameters; fused: in one pass over memory, rounding slightly differently (always on
+    """Return AdamW for the trainable parameters; fused: in one pass over memory, with slightly different rounding (always on
     CUDA); scales: of the learning rate of the parameters with these names."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, p in net.named_parameters():
@@ -72,7 +72,7 @@ def make_optimizer(
 
 
 def check_accumulation(train: LoopSection) -> None:
-    """Raises UserError if the processes cannot divide the forward passes of a step evenly."""
+    """Raise UserError if the processes cannot divide the forward passes of a step evenly."""
     passes = train.gradient_accumulation_steps
     processes = distributed.world_size()
     if train.steps and passes % processes:
@@ -84,15 +84,15 @@ def check_accumulation(train: LoopSection) -> None:
 
 @dataclass
 class BestWeights:
-    """Checks what a run has learned so far on held-out text, and keeps the best of it in a file of the run. After a resume
-    checks repeat bit by bit, so the file may be of a later step than the checkpoint."""
+    """Measures a run on held-out text as it trains, and keeps the best weights in a file of the run. After a resume checks repeat
+    bitwise, so the file may be of a later step than the checkpoint."""
 
     net: nn.Module
     run: RunFolder
     steps: int
     held_out_loss: Callable[[], float]  # of `net` as it is, in nats
     checks: int  # how often the run is checked, besides its start
-    keeps: bool = True  # whether the best weights go into a file; without it `take_` cannot be asked
+    keeps: bool = True  # whether the best weights go into a file; without it `restore_best_` cannot be asked
     start: float = float("nan")  # the loss before the first step
     loss: float = float("nan")
     """The smallest loss, and the step that it was found after: 0 if no step was better than the start."""
@@ -103,14 +103,14 @@ class BestWeights:
         return {"start": self.start, "loss": self.loss, "step": self.step, "checked": self.checked}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint kept, if it kept something."""
+        """Restore the state in a checkpoint, if any."""
         if not state:
             return
         self.start, self.loss = float(state["start"]), float(state["loss"])
         self.step, self.checked = int(state["step"]), int(state["checked"])
 
     def check(self, step: int) -> dict[str, float]:
-        """Measure after step 0, `checks` times on the way and after the last; returns the loss as a part of the step's row."""
+        """Measure after step 0, `checks` times on the way and after the last; return the loss for the step's row."""
         due = step % ceil_div(max(1, self.steps), self.checks) == 0 or step == self.steps
         if not due or step == self.checked:
             return {}
@@ -126,19 +126,19 @@ class BestWeights:
 
     @property
     def improved(self) -> bool:
-        """Whether some step was better than the start; a run without steps has nothing to improve."""
+        """Whether some step was better than the start; true for a run without steps."""
         return not self.steps or self.step > 0
 
-    def take_(self) -> None:
-        """Put the best weights in the place of the last, if some step `improved` them."""
+    def restore_best_(self) -> None:
+        """Replace the last weights by the best, if some step `improved` them."""
         if self.step != self.steps:
             self.run.restore_best(self.net)
 
 
 @dataclass(eq=False)
 class Training:
-    """One run: the trainable modules `net`, their optimizer and the number of steps done, with `model`, which runs, and with
-    `best`, if there is one, which checks what was learned; `fused` and `scales` are for `make_optimizer`."""
+    """One run: the trainable modules `net`, their optimizer and step count, with `model`, which runs, and `best`, if any, which
+    checks the result on held-out text; `fused` and `scales` are for `make_optimizer`."""
 
     model: PreTrainedModel
     net: nn.Module
@@ -159,7 +159,7 @@ class Training:
         self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales)
 
     def resume(self) -> None:
-        """Load the newest whole checkpoint, if there is one."""
+        """Load the newest complete checkpoint, if there is one."""
         checkpoint = self.run.last()
         if checkpoint is None:
             return
@@ -179,9 +179,8 @@ class Training:
         self.run.save(self.step, self.net, self.optimizer, {_NONFINITE: self.nonfinite_steps} | best)
 
     def train(self, on_step: Callable[[Row], None] | None = None) -> None:
-        """Run to the last step of the recipe and save on the way; stopping it in between loses no step. Raises UserError
-        after too many steps in a row without a finite loss, for values that are not finite, and if another process of the run
-        is gone."""
+        """Train to the last step of the recipe and save on the way; an interrupt loses no step. Raises UserError after too many
+        consecutive steps without a finite loss, for non-finite values, and if another process of the run is gone."""
         train = self.loop
         with activation_checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
             # also of a step that was stopped before its check
@@ -221,7 +220,7 @@ class Training:
 
     @contextmanager
     def _saved_if_interrupted(self) -> Iterator[None]:
-        """Save after a stop, a lost process or a lack of memory, unless it came within an update or values are not finite."""
+        """Save after an interrupt, a lost process or a lack of memory, unless within an update or with non-finite values."""
         try:
             yield
         except BaseException:
@@ -279,7 +278,7 @@ def run_training(training: Training, stage: str, on_progress: ProgressCallback) 
 
 
 def _read(terms: Sequence[Sequence[Tensor | float]], device: torch.device) -> list[float]:
-    """The sum of each list of numbers and tensors without shape; from the device they are read together."""
+    """Return the sum of each list of numbers and scalar tensors; transferred from the device together."""
     numbers = [[t.to(device, torch.float64) if isinstance(t, Tensor) else t for t in term] for term in terms]
     sums = [torch.as_tensor(sum(term), dtype=torch.float64) for term in numbers]
     return [float(value) for value in torch.stack([t.to(device) for t in sums]).tolist()]
@@ -287,8 +286,8 @@ def _read(terms: Sequence[Sequence[Tensor | float]], device: torch.device) -> li
 
 @contextmanager
 def activation_checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Run layers again in the backward pass inside the `with` block, instead of keeping their activations. transformers does
-    so in training mode only, so dropout is set to zero."""
+    """Recompute layers in the backward pass inside the `with` block, instead of keeping their activations. transformers does so
+    only in training mode, so dropout is set to zero."""
     for module in model.modules():
         for name in ("p", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):

@@ -33,7 +33,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.data.sources import SELF
 from tomoe.errors import Advice, UserError, shortened
 from tomoe.files import atomic_file, atomic_write, parse_json, read_json, read_text, sha256
-from tomoe.folders import RUN, refuse_strangers
+from tomoe.folders import RUN, refuse_foreign_files
 from tomoe.recipe.base import BaseRecipe
 from tomoe.recipe.shared import RunRecipe
 
@@ -46,7 +46,7 @@ KEEP = 2  # checkpoints that are kept: the last and the one before it
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint whose files are whole."""
+    """One complete checkpoint."""
 
     folder: Path
     step: int
@@ -65,7 +65,7 @@ def optimizer_tensors(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]
 
 
 def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Invert `optimizer_tensors`. Raises ValueError for moments of another shape than their parameter."""
+    """Invert `optimizer_tensors`. Raises ValueError if a moment and its parameter differ in shape."""
     # a fused update reads the step counts where the moments are, others on the CPU
     fused = bool(optimizer.defaults.get("fused"))
     for name, p in net.named_parameters():
@@ -98,7 +98,7 @@ class RunFolder:
         """Return whether the existing run resumes; if not, a new one may start. Writes nothing. Raises UserError if neither
         is possible: no flag says what to do with a run, its recipe differs, or the folder holds files of others or cannot be
         written."""
-        refuse_strangers(self.path, force, RUN)
+        refuse_foreign_files(self.path, force, RUN)
         changed = type(recipe).load(self.recipe).differences(recipe) if resume and self.recipe.exists() else []
         if changed and not force:
             raise UserError(
@@ -164,7 +164,7 @@ class RunFolder:
         return read_text(self.origin).strip() if self.origin.exists() else ""
 
     def check_origin(self, fingerprint: str, name: str) -> None:
-        """Raises UserError if the weights of the model `name` are not those that the run started from."""
+        """Raise UserError if the weights of the model `name` are not those that the run started from."""
         recorded = self.origin_fingerprint() or "not recorded"
         if recorded != fingerprint:
             raise UserError(
@@ -216,7 +216,7 @@ class RunFolder:
             shutil.rmtree(old, ignore_errors=True)
 
     def last(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, if there are any. Raises UserError if none of them is whole."""
+        """Return the newest complete checkpoint, if there are any. Raises UserError if none is complete."""
         folders = self.steps()[::-1]
         for folder in folders:
             if checkpoint := self._read(folder):
@@ -232,7 +232,7 @@ class RunFolder:
         return [folder.name for folder in self.steps() if self._read(folder) is None]
 
     def steps(self) -> list[Path]:
-        """The checkpoints, the oldest first; a copy that somebody made (step-000100-good) is none."""
+        """Return the checkpoints, the oldest first; renamed copies (step-000100-good) do not count."""
         return sorted(path for path in self.checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal())
 
     def _read(self, folder: Path) -> Checkpoint | None:
@@ -256,7 +256,7 @@ class RunFolder:
             raise UserError(f"{checkpoint.folder} does not fit this model and recipe", START_OVER) from error
 
     def save_best(self, net: nn.Module) -> None:
-        """Write what was learned so far as the best of it. Raises UserError if it cannot be written."""
+        """Write the current weights as the best. Raises UserError if they cannot be written."""
         try:
             with atomic_file(self.best) as part:
                 save_file(net.state_dict(), part)
@@ -282,7 +282,7 @@ class RunFolder:
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read the logged steps; skips a last line that a kill cut short. Raises UserError if the file is no text, and for
+        """Read the logged steps; skips a last line that a kill cut short. Raises UserError if the file is not text, and for
         any other line that is not one of a step."""
         rows: list[dict[str, Any]] = []
         lines = read_text(self.metrics).splitlines() if self.metrics.exists() else []

@@ -1,4 +1,4 @@
-"""What fine-tuning holds in memory at once, by arithmetic: on an H100 it was a tenth more than was measured."""
+"""The memory of fine-tuning, computed from sizes: on an H100 the estimate was a tenth above the measurement."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Tuning:
-    """A fine-tuning, as far as it decides what memory holds. `outside`: parameters outside of the decoder layers, `output`:
-    those of the output matrix; `rank`: of the adapters, 0 if all weights are trained."""
+    """A fine-tuning, as far as it affects memory. `outside`: parameters outside of the decoder layers, `output`: those of the
+    output matrix; `rank`: of the adapters, 0 if all weights are trained."""
 
     shape: ModelShape
     outside: int
@@ -29,7 +29,7 @@ class Tuning:
     checkpointing: bool = False
 
     def total(self, tokens: int) -> int:
-        """Bytes in a forward and backward pass of so many tokens."""
+        """Return bytes in a forward and backward pass over this many tokens."""
         s = self.shape
         decoder = decoder_params(self.shape)
         heads = (s.num_heads + s.num_kv_heads) * s.head_dim
@@ -44,16 +44,16 @@ class Tuning:
         return both_models + trained * (copies + _FLOAT32 + moments) + tokens * self.of_a_token() + logits
 
     def of_a_token(self) -> int:
-        """Bytes of activations that the backward pass needs for a token. Of a layer, in the dtype of the weights: six numbers
-        for each neuron (gate, activated gate, up, product, mask, masked product), Q, K, V, result and inputs; in float32 what
-        norms and router see."""
+        """Return bytes of activations per token for the backward pass. Per layer, in the dtype of the weights: six numbers per
+        neuron (gate, activated gate, up, product, mask, masked product), Q, K, V, result and inputs; in float32 the inputs of
+        norms and router."""
         s = self.shape
         numbers = 6 * s.mlp_size + 2 * (s.num_heads + s.num_kv_heads) * s.head_dim + 4 * s.hidden_size
         layer = self.itemsize * numbers + _FLOAT32 * (5 * s.hidden_size + 6 * self.num_experts)
         return s.num_layers * s.hidden_size * self.itemsize + layer if self.checkpointing else s.num_layers * layer
 
     def rows(self, free: int, seq_len: int, passes: int) -> int:
-        """Sequences of a forward pass (of `passes` in a step) that fit into so many free bytes; 0 if not even one does."""
+        """Return the sequences per forward pass (of `passes` in a step) that fit into this many free bytes; 0 if none does."""
         left = FILLED * free - self.total(0)
         fit = int(left // (seq_len * self.of_a_token()))
         return max(0, min(fit, max(1, MOST_TOKENS // (seq_len * passes))))

@@ -85,8 +85,8 @@ def test_convert_makes_what_the_family_s_class_holds(made: Made) -> None:
         written = exported.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
     assert written.shape == (1, 7)
     card = " ".join((out / "README.md").read_text().split())
-    dialed = "How many experts a token uses is a number at load time"
-    assert (dialed in card) == (family == "lfm2")
+    adjustable = "How many experts a token uses is a number at load time"
+    assert (adjustable in card) == (family == "lfm2")
     assert ("How many experts a token uses is fixed in this form" in card) == (family != "lfm2")
 
 
@@ -118,5 +118,7 @@ def test_what_a_gguf_file_of_a_family_cannot_hold_is_refused_before_the_work(
 ) -> None:
     write_tiny("lfm2", tmp_path / "dense", **LFM2)
     options = ("--set", "target=gguf", "--set", "experts.num_experts=32", "--active", "0.8")
-    for verb in (("convert", tmp_path / "dense", "-o", tmp_path / "out"), ("doctor", tmp_path / "dense")):
-        refused(tomoe(*verb, *options), "wants the experts of target = lfm2_moe, which an export to gguf then writes")
+    for command in (("convert", tmp_path / "dense", "-o", tmp_path / "out"), ("doctor", tmp_path / "dense")):
+        refused(
+            tomoe(*command, *options), "wants the experts of target = lfm2_moe, which an export to gguf then writes"
+        )

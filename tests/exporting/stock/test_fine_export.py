@@ -17,7 +17,7 @@ import tomoe.exporting.stock.fine_grained as fine_grained
 import tomoe.exporting.verify as verify
 from pico_files import SMALL, CommandLine, Outcome, pico_recipe, proved, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER
-from tomoe.exporting.stock.carrier import Carrier
+from tomoe.exporting.stock.architecture import StockArch
 from tomoe.exporting.verify import RouterAgreement, StoredRun
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
@@ -44,7 +44,7 @@ def test_auto_writes_a_glm4_moe_and_proves_it_by_parts(tomoe: CommandLine, made:
     done = tomoe("export", made, "-o", out)
     proof = proved(done, out)
     assert "glm4_moe: Glm4Moe holds it up to the rounding of its router" in done.err
-    assert "in each of 2 layers, 1 whole before them" in done.err
+    assert "in each of 2 layers, 1 dense before them" in done.err
     assert "not for speed" not in done.err
     assert "with all experts largest difference" in done.out
     metadata = json.loads((out / "export.json").read_text())
@@ -87,8 +87,8 @@ def biased(right: Callable[..., Any]) -> Callable[..., Any]:
 
 def without(expert: int | None) -> Fault:
     def fault(right: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong(carrier: Carrier, mlp: ToMoEMLP, layout: object, n: int | None) -> tuple[Tensor, Tensor, Tensor]:
-            gate, up, down = right(carrier, mlp, layout, n)
+        def wrong(target: StockArch, mlp: ToMoEMLP, layout: object, n: int | None) -> tuple[Tensor, Tensor, Tensor]:
+            gate, up, down = right(target, mlp, layout, n)
             return gate, up, torch.zeros_like(down) if n == expert else down
 
         return wrong
@@ -98,7 +98,7 @@ def without(expert: int | None) -> Fault:
 
 def backwards(right: Callable[..., Any]) -> Callable[..., Any]:
     """With all experts nothing differs, and the routers choose the same numbers."""
-    return lambda carrier, mlp, layout, n: right(carrier, mlp, layout, n if n is None else mlp.num_experts - 1 - n)
+    return lambda target, mlp, layout, n: right(target, mlp, layout, n if n is None else mlp.num_experts - 1 - n)
 
 
 MISSING = "with all experts its predictions", "layer 1 is the first to differ"
@@ -106,9 +106,14 @@ FAULTS: dict[str, tuple[object, str, Fault, tuple[str, ...]]] = {
     "a scale that is too large": (fine_grained, "router_scales", scaled(2.0**6), ("weights of its experts are off",)),
     "a scale that is too small": (fine_grained, "router_scales", scaled(2.0**-10), ("its routers choose",)),
     "a wrong bias": (fine_grained, "router_tensors", biased, ("its routers choose",)),
-    "an expert is missing": (Carrier, "matrices", without(3), MISSING),
-    "the shared expert is missing": (Carrier, "matrices", without(None), MISSING),
-    "another order": (Carrier, "matrices", backwards, ("with the planned experts its predictions differ by a KL of",)),
+    "an expert is missing": (StockArch, "matrices", without(3), MISSING),
+    "the shared expert is missing": (StockArch, "matrices", without(None), MISSING),
+    "another order": (
+        StockArch,
+        "matrices",
+        backwards,
+        ("with the planned experts its predictions differ by a KL of",),
+    ),
 }
 
 
@@ -205,6 +210,6 @@ def test_a_gguf_file_is_proved_by_parts_too_and_a_wrong_one_is_caught(
     assert proof["routers"]["same"] > 0.95
     # the file without experts, which ran beside it, is gone
     assert sorted(p.name for p in out.iterdir()) == [".README.md.sha256", "README.md", "export.json", "model-f32.gguf"]
-    right = Carrier.matrices
-    monkeypatch.setattr(Carrier, "matrices", lambda *args: tuple(1.3 * t for t in right(*args)))
+    right = StockArch.matrices
+    monkeypatch.setattr(StockArch, "matrices", lambda *args: tuple(1.3 * t for t in right(*args)))
     caught(tomoe(*command, tmp_path / "wrong"), "with all experts")

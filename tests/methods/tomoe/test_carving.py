@@ -18,7 +18,7 @@ from tomoe.methods.tomoe.overlapping import (
     rank_neurons,
     spherical_kmeans,
 )
-from tomoe.methods.tomoe.projection import start_logits
+from tomoe.methods.tomoe.projection import initial_logits
 from tomoe.model.structure import shape_of
 from tomoe.plans.partition.elimination import backward_elimination
 
@@ -87,7 +87,7 @@ def test_the_router_is_as_sure_as_asked() -> None:
 @pytest.mark.parametrize("width", [1, 20, 63, 64])
 def test_start_logits_keep_the_width_on_average_and_the_order(width: int) -> None:
     ranks = torch.stack([torch.randperm(64), torch.randperm(64)])
-    logits = start_logits(ranks, width, 3.0)
+    logits = initial_logits(ranks, width, 3.0)
     kept = keep_probability(logits, 3.0).sum(-1)
     torch.testing.assert_close(kept, torch.full((2,), float(width)), rtol=2e-3, atol=2e-3)
     if width < 64:

@@ -18,7 +18,7 @@ from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
 from tomoe.plans.masking import planned_masks
 from tomoe.plans.partition.allocation import Site, common_offset, whole_units
-from tomoe.plans.partition.layouts import least_active, settle_layout
+from tomoe.plans.partition.layouts import layout_of, least_active
 from tomoe.plans.routing import largest
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 
@@ -184,7 +184,7 @@ def test_what_is_known_of_a_budget_is_what_extraction_finds(multiple: int) -> No
         recipe = Recipe(active=active, experts={"form": "overlapping", "width_multiple": multiple})
         errors = []
         for check in (
-            lambda r: settle_layout(r, net.shape),
+            lambda r: layout_of(r, net.shape),
             lambda r: extract_plan(net, model(), r.active, CALIBRATION),
         ):
             try:

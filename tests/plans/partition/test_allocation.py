@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tomoe.plans.partition.allocation import allocate, evened
+from tomoe.plans.partition.allocation import allocate, spread_evenly
 
 
 def test_allocation_is_the_best_for_convex_losses() -> None:
@@ -35,5 +35,5 @@ def test_allocation_is_the_best_for_convex_losses() -> None:
     ],
 )
 def test_evened_numbers_keep_the_sum_and_what_is_whole(units: list[int], even: list[int]) -> None:
-    assert evened(units, most=8) == even
+    assert spread_evenly(units, most=8) == even
     assert sum(even) == sum(units)

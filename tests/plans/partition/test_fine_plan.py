@@ -19,7 +19,7 @@ from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
 from tomoe.plans.partition import experts as partition
 from tomoe.plans.partition.experts import error_curve, plan_fine
-from tomoe.plans.partition.layouts import settle_layout
+from tomoe.plans.partition.layouts import layout_of
 from tomoe.recipe.conversion import ExpertsSection, Recipe
 
 TEXT = tokens(4, 24), torch.ones(4, 24, dtype=torch.bool)
@@ -79,7 +79,7 @@ def carved(model: PreTrainedModel, recipe: Recipe, tolerance: float = BUDGET_TOL
     carve_(net, model, *TEXT, recipe.active, recipe.seed)
     plan = extract_plan(net, model, recipe.active, TEXT, tolerance)
     if recipe.attention.pruning == "off":
-        layout = settle_layout(recipe, shape_of(model))
+        layout = layout_of(recipe, shape_of(model))
         default = plan_fine(Carve().experts, model, plan.shape, layout, TEXT, recipe.active, tolerance, recipe.seed)
         for one, other in zip(plan.layers, default.layers, strict=True):
             assert all(same(value, getattr(other, name)) for name, value in vars(one).items())
@@ -103,7 +103,7 @@ def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> No
         # attention of a pico model has few dims, which cannot take up every rest
         tolerance = BUDGET_TOLERANCE if attention == "off" else 0.01
         try:
-            settle_layout(recipe, shape_of(model))
+            layout_of(recipe, shape_of(model))
         except UserError:
             continue
         plan = carved(model, recipe, tolerance)
@@ -131,8 +131,8 @@ def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -
 def test_layers_get_equally_many_experts_unless_their_error_leaves_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_pico("llama", intermediate_size=512, num_hidden_layers=4)
     recipe, wanted = Recipe(active=0.599, experts=fine(num_experts=32, expert_size=12)), list[int]()
-    given = partition.evened
-    monkeypatch.setattr(partition, "evened", lambda units, most: wanted.extend(units) or given(units, most))
+    given = partition.spread_evenly
+    monkeypatch.setattr(partition, "spread_evenly", lambda units, most: wanted.extend(units) or given(units, most))
     used = [layer.top_k for layer in carved(model, recipe).layers]
     # once for each method
     assert wanted[:4] == wanted[4:]

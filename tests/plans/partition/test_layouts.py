@@ -9,7 +9,7 @@ import pytest
 from tomoe.budget import decoder_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
-from tomoe.plans.partition.layouts import FineLayout, OverlappingLayout, settle_layout
+from tomoe.plans.partition.layouts import FineLayout, OverlappingLayout, layout_of
 from tomoe.recipe.conversion import Recipe
 
 SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 64, True)
@@ -89,7 +89,7 @@ MORE_SHARED = {"shared": 0.4}
 def test_layouts_in_numbers(
     target: str, shape: ModelShape, active: float, experts: dict[str, float], expected: FineLayout
 ) -> None:
-    layout = settle_layout(Recipe(active=active, target=target, experts=experts), shape)
+    layout = layout_of(Recipe(active=active, target=target, experts=experts), shape)
     stock = target != "hf"
     whole = experts.get("dense_layers", 1) if stock else 0
     assert layout == replace(expected, uniform=stock, dense_layers=whole)
@@ -123,10 +123,10 @@ def test_a_gpu_gets_few_wide_experts_or_a_refusal(
         with pytest.raises(
             UserError, match=r"no layout for a GPU divides the .* power of two of experts, at least 16, of"
         ):
-            settle_layout(recipe, shape)
+            layout_of(recipe, shape)
         return
-    layout = settle_layout(recipe, shape)
-    assert layout == replace(expected, leaves_whole=False)
+    layout = layout_of(recipe, shape)
+    assert layout == replace(expected, allows_dense=False)
     assert layout.shared + layout.num_experts * layout.expert_size == shape.mlp_size
 
 
@@ -144,7 +144,7 @@ def test_a_gpu_gets_few_wide_experts_or_a_refusal(
     ],
 )
 def test_models_with_wide_layers_get_more_experts(shape: ModelShape, changes: list[str], number: int) -> None:
-    layout = settle_layout(Recipe(active=0.5).changed(changes), shape)
+    layout = layout_of(Recipe(active=0.5).changed(changes), shape)
     assert layout.num_experts == number
     assert isinstance(layout, OverlappingLayout) or layout.shared + number * layout.expert_size == shape.mlp_size
 
@@ -158,10 +158,10 @@ def test_a_budget_without_a_layout_is_refused_with_one_that_has_one(
 ) -> None:
     recipe = Recipe(active=active, target=target, experts=experts)
     with pytest.raises(UserError, match=r"or active \(active = [0-9.]+ would do\)") as refusal:
-        settle_layout(recipe, SMOLLM2)
+        layout_of(recipe, SMOLLM2)
     found = str(refusal.value).rpartition("active = ")[2].partition(" ")[0]
     assert abs(float(found) - active) < 0.05
-    settle_layout(recipe.changed([f"active={found}"]), SMOLLM2)
+    layout_of(recipe.changed([f"active={found}"]), SMOLLM2)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_a_budget_without_a_layout_is_refused_with_one_that_has_one(
 def test_what_cannot_be_divided_is_refused(shape: ModelShape, experts: dict[str, int], words: str) -> None:
     """Budgets below the narrowest layout, routers included, and more neurons than there are."""
     with pytest.raises(UserError, match=words):
-        settle_layout(Recipe(active=0.6658, experts=experts), shape)
+        layout_of(Recipe(active=0.6658, experts=experts), shape)
 
 
 def test_llama_cpp_takes_no_more_experts_of_a_token() -> None:
     recipe = Recipe(active=0.899, target="gguf", experts={"form": "fine", "expert_size": 16})
     with pytest.raises(UserError, match=r"49 experts of 16 neurons, and llama\.cpp takes at most 30; leave"):
-        settle_layout(recipe, SMOLLM2)
-    assert settle_layout(recipe.changed(["target=glm4_moe"]), SMOLLM2).expert_size == 16
+        layout_of(recipe, SMOLLM2)
+    assert layout_of(recipe.changed(["target=glm4_moe"]), SMOLLM2).expert_size == 16
 
 
 def _width(shape: ModelShape, active: float, experts: int) -> float:

@@ -1,4 +1,4 @@
-"""A converted model with everything in place of what tokens choose, by the same kernel.
+"""A converted model with everything active, on the backend that runs what its tokens choose.
 
 Beside the dense model it shows what the kernel gives, beside the model as it is what the choice gives.
 """
@@ -12,20 +12,20 @@ from typing import Any
 import torch
 
 from tomoe.moe.kernels.inputs import InputsConv1D, InputsLinear, kernel_rows
-from tomoe.moe.modeling_tomoe import WAYS, Choice, choices_of, choose_backend, few
+from tomoe.moe.modeling_tomoe import BACKENDS, Choice, choices_of, choose_backend, few
 
 ALL_INPUTS = "all inputs"
 Changes = Sequence[tuple[Any, str, Any]]
 """(object, attribute, value)"""
 
 
-def ways(model: Any, tokens: int) -> str:
-    """Names of the ways in which a converted model runs what so many tokens at once choose; "-" for any other model."""
+def backends_of(model: Any, tokens: int) -> str:
+    """Name the backends on which a converted model runs what this many tokens choose; "-" for other models."""
     if not hasattr(model.config, "tomoe_expert_backend"):
         return "-"
     with torch.no_grad():
         chosen = [
-            _way(projection, choice, _like(model, tokens, choice.norms.numel()))
+            _backend(projection, choice, _like(model, tokens, choice.norms.numel()))
             for choice, projections in model.choices()
             for projection in projections
         ]
@@ -33,7 +33,7 @@ def ways(model: Any, tokens: int) -> str:
     return ", ".join(dict.fromkeys(chosen))
 
 
-def _way(projection: Any, choice: Choice, x: torch.Tensor) -> str:
+def _backend(projection: Any, choice: Choice, x: torch.Tensor) -> str:
     if not choice.applies(x) and not few(x):
         return ALL_INPUTS
     reads_columns = isinstance(projection, InputsLinear | InputsConv1D) and kernel_rows(projection, x) is not None
@@ -44,16 +44,16 @@ def _like(model: Any, tokens: int, width: int) -> torch.Tensor:
     return torch.empty(tokens, width, dtype=model.dtype, device=model.device)
 
 
-def everything(model: Any, way: str) -> Changes | None:
-    """What to set (`set_to`), so that the model runs all experts, or all inputs, in the way that `ways` names; None if tokens
-    choose nothing, or not all layers run in one way."""
+def run_everything(model: Any, backend: str) -> Changes | None:
+    """Return what to set (`set_to`) so that the model runs all experts, or all inputs, on this backend (`backends_of`); None if
+    tokens choose nothing, or the layers use several."""
     if choices_of(model):
-        return None if way == ALL_INPUTS else [(model.config, "tomoe_active", 1.0)]
-    if way not in WAYS["experts"]:
+        return None if backend == ALL_INPUTS else [(model.config, "tomoe_active", 1.0)]
+    if backend not in BACKENDS["experts"]:
         return None
     config = model.config
     mlps = model.mlps()
-    changes: list[tuple[Any, str, Any]] = [(config, "tomoe_expert_backend", way)]
+    changes: list[tuple[Any, str, Any]] = [(config, "tomoe_expert_backend", backend)]
     # What an MLP keeps is kept for both, so that no timed run makes it again.
     changes += [(mlp, "_cache", {}) for mlp in mlps]
     if config.tomoe_expert_form == "fine":

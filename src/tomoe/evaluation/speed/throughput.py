@@ -1,4 +1,4 @@
-"""How fast two causal LMs are beside each other: prefill and decoding, in one process, run after run.
+"""Speed of two causal LMs compared: prefill and decoding, in one process, run after run.
 
 Times of shared machines drift, so only neighbours are compared: dense, MoE, the MoE with everything in the same kernel, dense
 and so on; a ratio is of one such round. Beside the times stands what can be counted: bytes of weights that a pass reads, bytes
@@ -24,7 +24,7 @@ from transformers import DynamicCache, StaticCache
 
 from tomoe.data.evaluation_text import held_out_text, read_text
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
+from tomoe.evaluation.speed.same_kernel import backends_of, run_everything, set_to
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
@@ -32,7 +32,7 @@ from tomoe.model.hooks import hooked, own_rows
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
-from tomoe.moe.active_experts import dial_of, use_
+from tomoe.moe.active_experts import apply_setting_, runtime_settings
 from tomoe.moe.kernels import prepare
 from tomoe.moe.modeling_tomoe import Choice, choices_of, few, matrix_of, which_inputs
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, no_stage_progress, stage_callback
@@ -44,20 +44,20 @@ FEWEST = 3  # pairs of runs below which a median says nothing
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and of the buffers that are saved, tied ones once."""
+    """Count bytes of all parameters and of the persistent buffers, tied ones once."""
     tensors = {id(t): t for t in model.state_dict(keep_vars=True).values()}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def cache_bytes_per_token(model: Any, ids: Int[Tensor, "1 S"]) -> int:
-    """Bytes of K and V that the cache keeps for one token, over all layers."""
+    """Count bytes of K and V in the cache per token, over all layers."""
     layers = cast(Any, prefill(model, ids)).layers
     return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values)) // ids.shape[1]
 
 
 @torch.no_grad()
 def prefill(model: Any, ids: Int[Tensor, "B S"]) -> DynamicCache:
-    """Keys and values of every layer after the rows `ids`, with the logits of the last token made as in generation."""
+    """Return keys and values of every layer for the rows `ids`, with the logits of the last token made as in generation."""
     cache = DynamicCache()
     with own_rows(model):
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
@@ -66,7 +66,7 @@ def prefill(model: Any, ids: Int[Tensor, "B S"]) -> DynamicCache:
 
 @torch.no_grad()
 def decode(model: Any, kept: DynamicCache, ids: Int[Tensor, "B K"]) -> float:
-    """Return the seconds of one step when the tokens `ids` come one by one after what is kept."""
+    """Return the seconds per step for decoding the tokens `ids` one by one with this cache."""
     cache = copy.deepcopy(kept)  # no run sees what another one added
     return seconds(lambda: _steps(model, cache, ids), ids.device) / ids.shape[1]
 
@@ -89,8 +89,8 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _unread(model: Any) -> Iterator[list[int]]:
-    """Bytes of the weights behind inputs that no token of a short pass chooses: one number for each choice that is made.
-    Longer passes read everything."""
+    """Count bytes of weights whose inputs no token of a short pass chooses: one number per choice. Longer passes read
+    everything."""
     unread: list[int] = []
 
     def note(choice: Choice, projections: Sequence[Any]) -> Callable[..., None]:
@@ -114,8 +114,8 @@ def _unread(model: Any) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: DynamicCache | None = None) -> int:
-    """Bytes of weights that one pass over these tokens reads after what is kept, if each is read once: their rows of the
-    input embedding, neurons that some token needs or all share, inputs that some token chooses, and everything else."""
+    """Count bytes of weights that one pass over these tokens with this cache reads, if each is read once: their rows of the input
+    embedding, neurons that some token needs or all share, inputs that some token chooses, and everything else."""
     table = model.get_input_embeddings().weight
     tied = table is model.get_output_embeddings().weight
     rows = 0 if tied else len(ids.unique())
@@ -137,7 +137,7 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: DynamicCache | None
 
 @dataclass
 class Pair:
-    """Both models, and the text that they are timed on."""
+    """Both models, and the text for timing."""
 
     dense: Any
     moe: Any
@@ -152,7 +152,7 @@ class Pair:
         return ("prefill", "decode", *([] if self.compiled is None else [COMPILED]))
 
     def rows(self, batch: int, length: int) -> Int[Tensor, "B S"]:
-        """Different stretches of the text, from its beginning again where it ends."""
+        """Different stretches of the text, starting over where it ends."""
         size = batch * length
         return self.ids.repeat(ceil_div(size, len(self.ids)))[:size].view(batch, length).to(self.dense.device)
 
@@ -171,7 +171,7 @@ class Pair:
             return static(model) if static else decode(model, kept[id(model)], tail)
 
         ids = head if phase == "prefill" else tail[:, :1]
-        whole = None if phase == COMPILED else everything(self.moe, ways(self.moe, ids.numel()))
+        whole = None if phase == COMPILED else run_everything(self.moe, backends_of(self.moe, ids.numel()))
 
         def one_round() -> list[float]:
             timed = [run(self.dense), run(self.moe)]
@@ -189,7 +189,7 @@ class Pair:
         return self._cell(phase, ids, prompt, timed, touched)
 
     def _static(self, head: Int[Tensor, "B S"], tail: Int[Tensor, "B K"]) -> Callable[[Any], float]:
-        """Seconds of one step with a static cache, which all runs of a model share, as its graph has its address."""
+        """Seconds per step with a static cache, shared by all runs of a model, because its graph has its address."""
         assert self.compiled is not None
         both = (self.dense, self.moe)
         length = head.shape[1] + tail.shape[1]
@@ -219,7 +219,7 @@ class Pair:
         dense, moe, *whole = zip(*timed, strict=True)
         ratios = _ratios(dense, moe)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        way = ways(self.moe, ids.numel())
+        backend = backends_of(self.moe, ids.numel())
         return Cell(
             phase=phase,
             batch=len(ids),
@@ -227,7 +227,7 @@ class Pair:
             dtype=str(self.dense.dtype).removeprefix("torch."),
             device=ids.device.type,
             threads=torch.get_num_threads(),
-            backend=way,
+            backend=backend,
             runs=len(timed),
             dense_s=statistics.median(dense),
             moe_s=statistics.median(moe),
@@ -236,13 +236,13 @@ class Pair:
             ratio_high=high,
             dense_bytes=touched[0] // ids.numel(),
             moe_bytes=touched[1] // ids.numel(),
-            bound=self._weights_bound(way) if phase == "prefill" else touched[0] / touched[1],
+            bound=self._weights_bound(backend) if phase == "prefill" else touched[0] / touched[1],
             same_kernel_s=statistics.median(whole[0]) if whole else None,
             choice_ratio=statistics.median(_ratios(whole[0], moe)) if whole else None,
         )
 
-    def _weights_bound(self, way: str) -> float:
-        """Decoder weights that work on a token, of the dense model over the MoE's."""
+    def _weights_bound(self, backend: str) -> float:
+        """Ratio of the active decoder weights, of the dense model over the MoE's."""
         if choices_of(self.moe):
             # zeros in place of inputs that a token does not choose, or none
             return 1.0
@@ -295,13 +295,13 @@ def benchmark(
     active: float | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> Benchmark:
-    """Time both models beside each other on the same text: without `text`, on what the MoE held out.
+    """Time both models in turn on the same text: without `text`, on what the MoE held out.
 
     Each pair of `batches` rows and `prompts` tokens is timed `pairs` times: dense, MoE (at `active`, as in `tomoe.load`), and
     the MoE with all experts or inputs in the same kernel, in turn. Cells that would take longer than `seconds` are left out.
     On a GPU decoding is timed once more, compiled and with a static cache. Raises UserError if a model or text is not found.
     """
-    setting = None if active is None else dial_of(moe).nearest(active)
+    setting = None if active is None else runtime_settings(moe).nearest(active)
     if threads is not None:
         torch.set_num_threads(threads)
     if text is None:
@@ -315,7 +315,7 @@ def benchmark(
         model = models[name] = in_own_memory(load_model(name, dtype, device))
         prepare(model)
         if setting is not None and name == moe:
-            use_(model, setting)
+            apply_setting_(model, setting)
         per_token = cache_bytes_per_token(model, ids[None, :16].to(model.device))
         memory[name] = Memory(weight_bytes(model), per_token, 2 * model_facts(model)["active_block_params"])
     # Eager decoding on a GPU measures how fast the host starts kernels.
@@ -337,7 +337,7 @@ def benchmark(
 
 
 def in_own_memory(model: Any) -> Any:
-    """Copy weights that may be mapped from a file: such pages are read up to a fifth slower, in one of two models only."""
+    """Copy weights that may be memory-mapped: such pages are read up to a fifth slower, in one of two models only."""
     for tensor in (*model.parameters(), *model.buffers()) if model.device.type == "cpu" else ():
         tensor.data = tensor.data.clone()
     return model

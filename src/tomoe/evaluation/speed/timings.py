@@ -13,8 +13,8 @@ FORMAT = "tomoe-benchmark-1"
 MEANING = (
     'A ratio is the median over rounds of neighboring runs, with the middle half of them. "All, same kernel" is the MoE '
     "with all experts (or inputs), run like those that it chooses: what it is faster than dense, the kernel "
-    "gives, and what the MoE is faster than it, the choice; it is empty where decoding is compiled, layers run in several "
-    "ways, or a long pass uses all inputs anyway. The bound is the ratio of decoder weights that work on a token (prefill) or "
+    "gives, and what the MoE is faster than it, the choice; it is empty where decoding is compiled, layers run on several "
+    "backends, or a long pass uses all inputs anyway. The bound is the ratio of active decoder weights (prefill) or "
     "of bytes of weights (decode). The dense model is given what is faster in the MoE besides experts: the output matrix meets "
     "the last token alone, and a new token attends by groups of heads"
 )
@@ -22,7 +22,7 @@ MEANING = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One phase at one size. Seconds are those of one pass: over the whole prompt, or over one token of every row."""
+    """One phase at one size. Seconds are per pass: over a prompt, or over one token of every row."""
 
     phase: Name  # prefill, decode or compiled decode
     batch: Count
@@ -30,7 +30,7 @@ class Cell:
     dtype: Name
     device: Name
     threads: Count
-    backend: Name  # the way in which the MoE ran what it chose
+    backend: Name  # that ran what the MoE's tokens chose
     runs: Count
     dense_s: NotNegative  # median
     moe_s: NotNegative
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one model takes, in bytes and operations."""
+    """The resources of one model, in bytes and operations."""
 
     weights: int
     cache_per_token: int  # K and V of one token in all layers
@@ -71,13 +71,13 @@ class Benchmark:
 
 
 def to_json(benchmark: Benchmark) -> str:
-    """Serialize everything, with the verdict of every cell, for figures and for whoever measures again."""
+    """Serialize everything, with the verdict of every cell, for figures and for reproduction."""
     values = asdict(benchmark) | {"cells": [asdict(c) | {"verdict": c.verdict} for c in benchmark.cells]}
     return json.dumps({"format": FORMAT} | values, indent=2, allow_nan=False) + "\n"
 
 
 def table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells, one line for each size of a phase, in milliseconds."""
+    """Return titles and cells, one line per size of a phase, in milliseconds."""
     shown = [_shown(cell) for cell in cells]
     return list(shown[0]) if shown else [], [list(values.values()) for values in shown]
 
@@ -95,12 +95,12 @@ def _shown(c: Cell) -> dict[str, str]:
         "of it by\nchoice": "-" if c.choice_ratio is None else f"{c.choice_ratio:.2f}",
         "bound": f"{c.bound:.2f}",
         "MB/token\ndense/MoE": f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
-        "way": c.backend,
+        "backend": c.backend,
     }
 
 
 def footnote(benchmark: Benchmark) -> str:
-    """Memory and operations, what the columns mean, what was left out, and what one needs to measure again."""
+    """Describe memory and operations, the columns, what was left out, and what is needed to measure again."""
 
     def memory(name: str, m: Memory) -> str:
         weights, cache = format_bytes(m.weights), format_bytes(m.cache_per_token)

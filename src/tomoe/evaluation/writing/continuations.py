@@ -1,4 +1,4 @@
-"""Greedy continuations of many prompts at once; those that have ended cost nothing more."""
+"""Greedy continuations of many prompts in batches; finished ones leave the batch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def continuations(
     rows: int = ROWS,
     progress: StageCallback = no_stage_progress,
 ) -> list[list[int]]:
-    """The most likely tokens after each prompt, at most `most`, in the order of the prompts. A text ends with an end-of-text
-    token, which is left out, when `ended` says so, which is asked every few tokens, or at the end of the context. `rows`
-    prompts of like length are continued at a time; `progress` counts tokens, all `most` of a text that has ended."""
+    """Return the most likely tokens after each prompt, at most `most`, in the order of the prompts. A text ends before an
+    end-of-text token, when `ended` says so, which is asked every few tokens, or at the end of the context. `rows` prompts of
+    similar length are continued at a time; `progress` counts tokens, all `most` of a finished text."""
     written: list[list[int]] = [[] for _ in prompts]
     total = most * len(prompts)
 
@@ -60,7 +60,7 @@ def continuations(
 
 
 def batchable(model: Any) -> bool:
-    """Whether rows can be padded, and leave the batch: all that a layer remembers is keys and values of single tokens."""
+    """Whether rows can be padded and can leave the batch: layers cache only keys and values of single tokens."""
     kinds = getattr(text_config(model.config), "layer_types", None) or ()
     plain = all(kind in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
     takes = inspect.signature(model.forward).parameters
@@ -96,7 +96,7 @@ def _alone(model: Any, prompt: Sequence[int], most: int, ended: Ended) -> list[i
 
 
 def end_tokens(model: Any) -> set[int]:
-    """The tokens that end a text, of which a chat model has several."""
+    """Return the end-of-text tokens; chat models have several."""
     given: Any = getattr(model.generation_config, "eos_token_id", None)
     return set(given if isinstance(given, list | tuple) else [given])
 
@@ -110,7 +110,7 @@ def _continue(
     ended: Ended,
     report: Callable[[int], None],
 ) -> None:
-    """Write on, all rows in one batch, until each has ended. Padding is on the left, and masked."""
+    """Generate all rows in one batch until each has ended. Padding is on the left, and masked."""
     width = max(map(len, prompts))
     ends = end_tokens(model)
     positions = max_positions(model.config) or width + most

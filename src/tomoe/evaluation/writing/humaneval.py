@@ -1,4 +1,4 @@
-"""HumanEval: how its problems are put to a model, and whether what it writes passes their tests."""
+"""HumanEval: prompts for its problems, and whether generated functions pass their tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, as it is put to a model."""
+    """A problem as a prompt."""
 
     question: str  # what a chat model is asked
     begun: str  # what its answer begins with
@@ -45,7 +45,7 @@ class Prompt:
 
 
 def problems(folder: Path | None) -> list[Row]:
-    """All problems: of the .jsonl file in FOLDER/humaneval, else of the hub. Raises UserError if they are not found."""
+    """Read all problems: from the .jsonl file in FOLDER/humaneval, else from the hub. Raises UserError if not found."""
     files = sorted((folder / NAME).glob("*.jsonl")) if folder is not None else []
     rows: list[Row] = list(jsonl(files[0]) if files else hub_rows(HUB, "test"))
     for row in rows:
@@ -58,26 +58,26 @@ def problems(folder: Path | None) -> list[Row]:
 
 
 def prompt_of(row: Row) -> Prompt:
-    """How a problem is put."""
+    """Turn a problem into a prompt."""
     question = f"Complete this Python function. Answer with the whole function.\n\n```python\n{row['prompt']}```"
     return Prompt(question, f"```python\n{row['prompt']}", row["prompt"])
 
 
 def function_ended(text: str) -> bool:
-    """Whether the body of a function is over: a line begins at the margin, be it code or the fence around all."""
+    """Whether the body of a function is over, at the first unindented line: code or the closing fence."""
     return AT_MARGIN.search("\n" + text) is not None
 
 
 def body(text: str) -> str:
-    """The lines that belong to the function."""
+    """Return the lines that belong to the function."""
     return AT_MARGIN.split("\n" + text)[0].removeprefix("\n")
 
 
 def runs(program: str) -> bool:
-    """Whether a program comes to its end without an error: it has to reach a last line that is added here.
+    """Whether a program runs to its end without an error: it has to reach a last line that is added here.
 
     It runs in a process and an empty folder of its own, with limits that keep mistakes from harm: endless loops, memory without
-    end, files that fill the disk. They are no prison: the process can read what its user can read, and reach the network.
+    end, files that fill the disk. They are not a sandbox: the process can read what its user can read, and reach the network.
     """
     word = secrets.token_hex(16)
     command = [sys.executable, "-I", "-S", "-B", "-c", _LIMITED]
@@ -104,12 +104,12 @@ def runs(program: str) -> bool:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process and whatever it started."""
+    """Kill the process and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
 def passes(row: Row, text: str) -> bool:
-    """Whether the function that was written passes the tests of its problem."""
+    """Whether the generated function passes the tests of its problem."""
     return runs(f"{row['prompt']}{body(text)}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")

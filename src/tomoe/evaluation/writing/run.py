@@ -1,4 +1,4 @@
-"""Runs the tasks whose answers are written, on one model after another, and tells which texts end in a loop."""
+"""Runs the generative tasks on one model after another, and finds texts that end in a loop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOPICS = (
 
 @dataclass(frozen=True)
 class Written:
-    """What a model wrote to some prompts."""
+    """What a model generated for some prompts."""
 
     ids: list[list[int]]
     texts: list[str]
@@ -58,7 +58,7 @@ class Written:
     chat: bool  # whether it was asked through its chat template
 
     def score(self, task: str, metric: str, hits: Sequence[bool], more: Mapping[str, float]) -> TaskScore:
-        """The share of `hits` as a score of a task, with its standard error."""
+        """The share of `hits` as a task score, with its standard error."""
         count = len(hits)
         tokens = sum(map(len, self.ids))
         share = sum(hits) / count
@@ -86,7 +86,7 @@ def write(
     rows: int = ROWS,
     progress: StageCallback = no_stage_progress,
 ) -> Written:
-    """Let a model answer: through its chat template, if it has one, because it was trained to be asked; else as a text."""
+    """Generate answers: through the chat template, if the model has one, because it was trained for questions; else as a text."""
     chat = bool(tokenizer.chat_template)
     if chat:
         ids = [asked(tokenizer, prompt.question, prompt.begun) for prompt in prompts]
@@ -103,7 +103,7 @@ def write(
 
 @dataclass(frozen=True)
 class ProgramTask:
-    """How many functions pass their tests."""
+    """Counts functions that pass their tests."""
 
     problems: list[Row]
 
@@ -128,7 +128,7 @@ class Variety:
 
 @dataclass(frozen=True)
 class LoopTask:
-    """How many continuations end in a loop."""
+    """Counts continuations that end in a loop."""
 
     topics: Sequence[str] = TOPICS
     length: int = LOOP_LENGTH
@@ -149,7 +149,7 @@ class LoopTask:
 
 
 def loops(ids: Sequence[int]) -> bool:
-    """Whether the tokens end in one stretch, again and again; one with other numbers in it shows in `distinct`."""
+    """Whether the tokens end in one stretch, repeated; one with other numbers in it shows in `distinct`."""
     for period in range(1, LONGEST + 1):
         # so many tokens at the end equal the one a period before
         equal = next((n for n in range(len(ids) - period) if ids[-1 - n] != ids[-1 - n - period]), len(ids) - period)
@@ -159,13 +159,13 @@ def loops(ids: Sequence[int]) -> bool:
 
 
 def distinct(ids: Sequence[int]) -> float:
-    """Share of the stretches of four tokens that are no repetition of an earlier one; 1 for a text without any."""
+    """Share of the stretches of four tokens that do not repeat an earlier one; 1 for a text without repetition."""
     grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> ProgramTask | LoopTask:
-    """A task with `limit` of its problems, evenly spread. Raises UserError if it may not run, or has no problems."""
+    """Load a task with `limit` of its problems, evenly spread. Raises UserError if it may not run, or has no problems."""
     if name == LOOPS:
         return LoopTask(TOPICS[:limit])
     if not run_code:

@@ -1,4 +1,4 @@
-"""The architectures of llama.cpp that a converted model may become: what they have in common, and those with a plain decoder.
+"""The architectures of llama.cpp that a converted model can be written as: what they share, and those with a plain decoder.
 
 llama.cpp's `llama` with experts is Mixtral, and it takes biases of Q, K and V where a file has them. Fine-grained experts of
 such decoders go into `glm4moe`, with the tensors of Glm4Moe.
@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.exporting.stock.carrier import Carrier, StockLayout
-from tomoe.exporting.stock.fine_grained import router_scales, router_tensors, whole_matrices
+from tomoe.exporting.stock.architecture import StockArch, StockLayout
+from tomoe.exporting.stock.fine_grained import dense_matrices, router_scales, router_tensors
 from tomoe.exporting.stock.plain_decoder import PlainDecoder, attention_tensors, sliding_windows
 from tomoe.exporting.stock.table import GLM4_MOE, MIXTRAL, ROUTED_SCALE
 from tomoe.model.shape import num_kv_heads
@@ -39,46 +39,46 @@ ATTENTION_NAMES = {
 
 
 class GgufArch(ABC):
-    """An architecture, by llama.cpp's name.
+    """An architecture of llama.cpp, by its name.
 
-    carrier: the class of transformers with the same places and decoder, and with the router that llama.cpp has; multiple: of
+    stock: the class of transformers with the same places and decoder, and with the router that llama.cpp has; multiple: of
     which expert widths are, unless the user says so; own_target: whose conversions fit.
     """
 
     name: ClassVar[str]
-    carrier: ClassVar[Carrier]
+    stock: ClassVar[StockArch]
     multiple: ClassVar[int | None] = 1
     own_target: ClassVar[str] = ""
 
     def problem(self, moe: ToMoEForCausalLM) -> str | None:
-        """Why it cannot compute what this MoE computes, as half a sentence; None if it can."""
-        return self.carrier.decoder.problem(moe) or self._layout_problem(moe) or self.engine_problem(moe)
+        """Say why it cannot compute this MoE, as half a sentence; None if it can."""
+        return self.stock.decoder.problem(moe) or self._layout_problem(moe) or self.engine_problem(moe)
 
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
-        """Why no MoE made from this dense model could become it, judging by its parts; None if one might."""
-        return self.carrier.decoder.problem(dense) or self.engine_problem(dense)
+        """Say why it cannot represent any MoE made from this dense model, judging by its parts; None if it may."""
+        return self.stock.decoder.problem(dense) or self.engine_problem(dense)
 
     def _layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
         used = self.layout(moe, 1).top_k
         most = MAX_EXPERTS_PER_TOKEN
         if used <= most:
-            return self.carrier.layout_problem(moe)
+            return self.stock.layout_problem(moe)
         return f"a token would use {used} experts of a layer, and llama.cpp takes {most}; convert with target = {self.own_target}"
 
     @abstractmethod
     def engine_problem(self, model: PreTrainedModel) -> str | None:
-        """What of this model, dense or converted, llama.cpp does not compute, as half a sentence; None if all."""
+        """Say what of this model, dense or converted, llama.cpp does not compute, as half a sentence; None if nothing."""
 
     def context_length(self, moe: ToMoEForCausalLM) -> int:
         """Longest context, in tokens."""
         return int(moe.config.max_position_embeddings)
 
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
-        """The sizes that all layers get."""
-        return self.carrier.layout(moe, multiple or self.multiple)
+        """Return the sizes that all layers get."""
+        return self.stock.layout(moe, multiple or self.multiple)
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        """Write the keys of the decoder and of the experts; here those that all have."""
+        """Write the keys of the decoder and of the experts; here those that all architectures have."""
         writer.add_embedding_length(moe.config.hidden_size)
         writer.add_head_count(moe.config.num_attention_heads)
         writer.add_rope_freq_base(float(moe.config.rope_parameters["rope_theta"]))
@@ -94,7 +94,7 @@ class GgufArch(ABC):
     def parts(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Iterator[Part]:
         """Yield every tensor of the file in order."""
         yield from self.decoder_parts(moe)
-        form = self.carrier.form
+        form = self.stock.form
         mlps = moe.mlps()
 
         @cache
@@ -110,7 +110,7 @@ class GgufArch(ABC):
         for i, mlp in enumerate(mlps):
             prefix = f"blk.{i}.ffn_"
             f, d = mlp.up_proj.shape
-            if i < layout.whole:
+            if i < layout.dense_layers:
                 yield from mlp_parts(f"{prefix}{{}}.weight", partial(_whole, mlp), f, d)
                 continue
             if not layout.experts:
@@ -122,18 +122,18 @@ class GgufArch(ABC):
             yield from self._expert_parts(mlp, layout, prefix)
 
     def _only(self, mlp: ToMoEMLP, layout: StockLayout, part: int) -> Tensor:
-        return self.carrier.matrices(mlp, layout, 0)[part]
+        return self.stock.matrices(mlp, layout, 0)[part]
 
     def _expert_parts(self, mlp: ToMoEMLP, layout: StockLayout, prefix: str) -> Iterator[Part]:
         hidden = mlp.up_proj.shape[1]
 
         def stacked(part: int) -> Tensor:
-            return torch.stack([self.carrier.matrices(mlp, layout, n)[part] for n in range(layout.experts)])
+            return torch.stack([self.stock.matrices(mlp, layout, n)[part] for n in range(layout.experts)])
 
         def shared(part: int) -> Tensor:
-            return self.carrier.matrices(mlp, layout, None)[part]
+            return self.stock.matrices(mlp, layout, None)[part]
 
-        if getattr(self.carrier, "shared_gate", None):
+        if getattr(self.stock, "shared_gate", None):
             yield f"{prefix}gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(hidden), (hidden,)
         yield from mlp_parts(f"{prefix}{{}}_exps.weight", stacked, layout.width, hidden, (layout.experts,))
         if layout.shared:
@@ -141,21 +141,21 @@ class GgufArch(ABC):
 
 
 def _whole(mlp: ToMoEMLP, part: int) -> Tensor:
-    return whole_matrices(mlp)[part]
+    return dense_matrices(mlp)[part]
 
 
 def mlp_parts(
     names: str, make: Callable[[int], Tensor], width: int, hidden: int, number: tuple[int, ...] = ()
 ) -> Iterator[Part]:
-    """Gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
+    """Return gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
     for part, place in enumerate(("gate", "up", "down")):
         shape = (hidden, width) if place == "down" else (width, hidden)
         yield names.format(place), partial(make, part), (*number, *shape)
 
 
 class PlainArch(GgufArch):
-    """One with the decoder that several stock classes share; mlp_norm: name of the norm before an MLP; scaled_frequencies:
-    whether a file may hold such; other_form: what to say where another experts.form would do."""
+    """An architecture with the decoder that several stock classes share; mlp_norm: name of the norm before an MLP;
+    scaled_frequencies: whether a file may hold them; other_form: what to say if another experts.form would do."""
 
     mlp_norm: ClassVar[str] = "ffn_norm"
     scaled_frequencies: ClassVar[bool] = False
@@ -208,7 +208,7 @@ class PlainArch(GgufArch):
             yield prefix + name, partial(made_again, name), tuple(t.shape)
 
     def attention(self, attention: Any) -> dict[str, Tensor]:
-        """The tensors of a layer's attention by their names in the file."""
+        """Return the tensors of a layer's attention by their names in the file."""
         tensors = {}
         for name, t in attention_tensors(attention).items():
             part, _, kind = name.partition(".")
@@ -216,12 +216,12 @@ class PlainArch(GgufArch):
         return tensors
 
     def ordered(self, part: str, t: Tensor, head_dim: int) -> Tensor:
-        """A tensor of attention with its rows as llama.cpp wants them; halves of heads are paired, as in transformers."""
+        """Reorder the rows of an attention tensor for llama.cpp; halves of heads are paired, as in transformers."""
         return t
 
 
 def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
-    """Rotary frequencies before any scaling; a file holds what they are divided by."""
+    """Rotary frequencies before any scaling; a file holds their divisors."""
     size = 2 * moe.model.rotary_emb.inv_freq.numel()
     theta = moe.config.rope_parameters["rope_theta"]
     return 1.0 / theta ** (torch.arange(0, size, 2, device=moe.device).float() / size)
@@ -233,11 +233,11 @@ def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, "
 
 
 class Llama(PlainArch):
-    """Overlapping experts, of which a token uses one, or plain MLPs where there is one for all tokens. Neighboring dims of a head
-    are paired, and frequencies may be scaled."""
+    """Overlapping experts, one per token, or plain MLPs if all tokens share one expert. Adjacent dims of a head are paired, and
+    frequencies may be scaled."""
 
     name = "llama"
-    carrier = replace(MIXTRAL, decoder=PlainDecoder(biased=True, silu_only=True))
+    stock = replace(MIXTRAL, decoder=PlainDecoder(biased=True, silu_only=True))
     multiple = None
     scaled_frequencies = True
 
@@ -254,10 +254,10 @@ class Llama(PlainArch):
 
 
 class Glm4Moe(PlainArch):
-    """Experts and a shared one; the first layers may be whole."""
+    """Routed experts and a shared one; the first layers may be dense."""
 
     name = "glm4moe"
-    carrier = GLM4_MOE
+    stock = GLM4_MOE
     own_target = "gguf"
     mlp_norm = "post_attention_norm"
     other_form = "; experts.form = overlapping has a place for them"
@@ -270,4 +270,4 @@ class Glm4Moe(PlainArch):
         writer.add_expert_weights_scale(ROUTED_SCALE)
         writer.add_expert_weights_norm(False)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-        writer.add_leading_dense_block_count(layout.whole)
+        writer.add_leading_dense_block_count(layout.dense_layers)

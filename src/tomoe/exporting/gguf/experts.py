@@ -1,4 +1,4 @@
-"""A GGUF file with fine-grained experts, read again: its routers, and the same file without them.
+"""A GGUF file with fine-grained experts, read back: its routers, and the same file without them.
 
 llama.cpp makes a few nodes of its graph for every expert of a token, more than there is room for if a token uses all of
 dozens. So to run a file with all experts, their neurons are written as the plain MLPs that they are together.
@@ -24,8 +24,8 @@ from tomoe.model.shape import ceil_div
 
 @dataclass(frozen=True)
 class Merged:
-    """How a file is run without its experts: as this architecture; weighs: whether weights of a token's experts sum to 1,
-    which k in their down projections undoes; shared_factor: that of the shared expert's down projection."""
+    """How a file is run without its experts: as this architecture; weighs: whether weights of a token's experts sum to 1, which a
+    factor k in their down projections undoes; shared_factor: that of the shared expert's down projection."""
 
     arch: str
     weighs: bool = False
@@ -46,13 +46,13 @@ def _arch(reader: GGUFReader) -> str:
 
 
 def _number(reader: GGUFReader, key: str) -> int:
-    """A number that the architecture has; 0 if it has none."""
+    """Return a number of the architecture; 0 if it has none."""
     field = reader.fields.get(f"{_arch(reader)}.{key}")
     return 0 if field is None else int(field.contents())
 
 
 def read_routers(file: Path, form: RouterForm) -> dict[int, StockRouter]:
-    """The routers in a file, by number of the layer."""
+    """Read the routers in a file, by layer number."""
     reader = GGUFReader(file)
     stored = {t.name: torch.from_numpy(t.data.copy()) for t in reader.tensors if any(r in t.name for r in _ROUTERS)}
     layers = range(_number(reader, "leading_dense_block_count"), _number(reader, "block_count"))
@@ -71,9 +71,9 @@ def read_routers(file: Path, form: RouterForm) -> dict[int, StockRouter]:
 
 
 def merge_experts(file: Path, merged: Path) -> Path:
-    """Write the file `merged`, in which shared part and experts of each layer are one MLP; return it. Rows are put one after
-    the other as they are stored, times what undoes weights; llama.cpp wants MLPs of one size, so smaller ones are filled up
-    with neurons of zeros."""
+    """Write the file `merged`, in which the shared part and the experts of each layer are one MLP; return it. Stored rows are
+    concatenated, times what undoes weights; llama.cpp needs MLPs of one size, so smaller ones are padded with neurons of
+    zeros."""
     reader = GGUFReader(file)
     arch = _arch(reader)
     how = MERGED[arch]
@@ -118,12 +118,12 @@ def merge_experts(file: Path, merged: Path) -> Path:
 
 
 def _neurons(tensor: ReaderTensor) -> int:
-    """Rows of a tensor of gate or up projections, of all experts."""
+    """Return rows of a tensor of gate or up projections, of all experts."""
     return int(np.prod(tensor.shape[1:]))
 
 
 def _factor(name: str, factors: Mapping[str, float]) -> float:
-    """What the numbers of a tensor are multiplied by."""
+    """Return the factor for the values of a tensor."""
     return next((factor for part, factor in factors.items() if f"ffn_down{part}" in name), 1.0)
 
 
@@ -136,8 +136,8 @@ def _type(group: list[ReaderTensor], factors: Mapping[str, float]) -> GGMLQuanti
 def _joined(
     name: str, group: list[ReaderTensor], kind: GGMLQuantizationType, factors: Mapping[str, float]
 ) -> Shaped[np.ndarray, ...]:
-    """The rows, or for down projections the columns, of the shared part and of all experts: in this order, which is that of
-    the converted model."""
+    """Concatenate the rows, or for down projections the columns, of the shared part and of all experts, in the order of the
+    converted model."""
     pieces = []
     for tensor in sorted(group, key=lambda t: "_exps" in t.name):
         data = tensor.data if tensor.tensor_type == kind else quants.dequantize(tensor.data, tensor.tensor_type)
@@ -156,7 +156,7 @@ def _joined(
 def _filled_up(
     name: str, data: Shaped[np.ndarray, ...], size: int, kind: GGMLQuantizationType
 ) -> Shaped[np.ndarray, ...]:
-    """A matrix of an MLP, as it is stored, with zeros up to `size` neurons; bytes of zeros are zeros in every type."""
+    """Pad a stored matrix of an MLP with zeros to `size` neurons; zero bytes are zeros in every type."""
     if ".ffn_" not in name or data.ndim < 2:
         return data
     axis = 1 if "ffn_down" in name else 0

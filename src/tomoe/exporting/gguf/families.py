@@ -1,4 +1,4 @@
-"""The architectures of llama.cpp with a family's own attention: everything but the MLP goes into the file by name.
+"""The architectures of llama.cpp with a family's own attention: everything except the MLP is copied by name.
 
 Letters: D hidden size, K key heads of a linear attention, V value heads, C dims of one.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe.exporting.gguf.archs import GgufArch, Part
-from tomoe.exporting.stock.carrier import StockLayout
+from tomoe.exporting.stock.architecture import StockLayout
 from tomoe.exporting.stock.routers import NormalizedSigmoid
 from tomoe.exporting.stock.table import LFM2_MOE, QWEN3_5_MOE
 from tomoe.model.shape import ceil_div
@@ -25,7 +25,7 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 
 class FamilyArch(GgufArch):
-    """One with the attention of a family; arch: as the package gguf knows it."""
+    """An architecture with the attention of a family; arch: as the package gguf names it."""
 
     arch: ClassVar[MODEL_ARCH]
 
@@ -43,25 +43,25 @@ class FamilyArch(GgufArch):
     def decoder_parts(self, moe: ToMoEForCausalLM) -> Iterator[Part]:
         config: Any = moe.config
         names = get_tensor_name_map(self.arch, config.num_hidden_layers)
-        for name, t in self.carrier.decoder.tensors(moe):
+        for name, t in self.stock.decoder.tensors(moe):
             stored = names.get_name(self.renamed(name), try_suffixes=(".weight", ".bias"))
             assert stored is not None, name
             yield stored, partial(self.stored, name, t, config), tuple(self.stored(name, t, config).shape)
 
     def renamed(self, name: str) -> str:
-        """A name of transformers as the package gguf knows it."""
+        """Map a tensor name of transformers to that of the package gguf."""
         return name
 
     def stored(self, name: str, t: Tensor, config: Any) -> Tensor:
-        """A tensor as llama.cpp wants it."""
+        """Return a tensor as llama.cpp expects it."""
         return t
 
 
 class Lfm2MoeArch(FamilyArch):
-    """Convolutions and attention; weights of experts are normalized, and the shared part stands in experts."""
+    """Convolutions and attention; expert weights are normalized, and the shared part is stored in experts."""
 
     name = "lfm2moe"
-    carrier = replace(LFM2_MOE, form=NormalizedSigmoid())
+    stock = replace(LFM2_MOE, form=NormalizedSigmoid())
     arch = MODEL_ARCH.LFM2MOE
     own_target = "lfm2_moe"
 
@@ -74,7 +74,7 @@ class Lfm2MoeArch(FamilyArch):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_expert_feed_forward_length(layout.width)
         writer.add_feed_forward_length(len(moe.mlps()[0].up_proj))
-        writer.add_leading_dense_block_count(layout.whole)
+        writer.add_leading_dense_block_count(layout.dense_layers)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
     def stored(self, name: str, t: Tensor, config: Any) -> Tensor:
@@ -82,10 +82,10 @@ class Lfm2MoeArch(FamilyArch):
 
 
 class Qwen35MoeArch(FamilyArch):
-    """Linear and full attention; weights of experts are normalized, and that of the shared expert is 1/2."""
+    """Linear and full attention; expert weights are normalized, and that of the shared expert is 1/2."""
 
     name = "qwen35moe"
-    carrier = QWEN3_5_MOE
+    stock = QWEN3_5_MOE
     arch = MODEL_ARCH.QWEN35MOE
     own_target = "qwen3_5_moe"
 
@@ -139,8 +139,8 @@ class Qwen35MoeArch(FamilyArch):
 
 
 def tiled(t: Float[Tensor, ...], dim: int, heads: int, of_each: int) -> Float[Tensor, ...]:
-    """Reorder value heads: transformers puts those of a key head side by side, llama.cpp the first of all key heads, and so
-    on. `of_each`: value heads of a key head."""
+    """Reorder value heads: transformers puts those of one key head side by side, llama.cpp the first of all key heads, then the
+    second, and so on. `of_each`: value heads per key head."""
     return t.unflatten(dim, (heads, of_each, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
 
 

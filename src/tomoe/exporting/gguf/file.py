@@ -1,4 +1,4 @@
-"""A GGUF file: its tensors, which an entry makes when it is written, in types that its rows are long enough for."""
+"""A GGUF file: its tensors, made as they are written, in types that their row lengths allow."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Weights:
-    """What decides the type of a tensor. layers: decoder layers; experts: of a layer; tied: whether the output matrix is the
+    """What determines the type of a tensor. layers: decoder layers; experts: per layer; tied: whether the output matrix is the
     embedding."""
 
     precision: Precision
@@ -70,7 +70,7 @@ class Weights:
     tied: bool = False
 
     def wanted(self, name: str, shape: tuple[int, ...]) -> GGMLQuantizationType:
-        """What is small stays float32; of q4_k, embeddings and output matrix are not made coarser than Q6_K."""
+        """Return the type for a tensor: small ones stay float32; with q4_k, embeddings and output matrix are Q6_K at least."""
         if len(shape) == 1 or any(part in name for part in ("ffn_gate_inp", "conv1d", "shortconv.conv")):
             return GGMLQuantizationType.F32
         if self.precision == "q4_k_m":
@@ -79,7 +79,7 @@ class Weights:
         return TYPES["q6_k" if large else self.precision]
 
     def _mixed(self, name: str) -> str:
-        """llama.cpp's Q4_K_M (`llama_tensor_get_type`), which xllamacpp has no function for."""
+        """llama.cpp's Q4_K_M (`llama_tensor_get_type`), for which xllamacpp has no function."""
         part = name.removesuffix(".weight").rpartition(".")[2]
         if part == "output" or (part == "token_embd" and self.tied):
             return "Q6_K"
@@ -91,7 +91,7 @@ class Weights:
         return "Q5_K" if part == "attn_qkv" else "Q4_K"
 
     def fitting(self, name: str, shape: tuple[int, ...]) -> GGMLQuantizationType:
-        """The wanted type, or the next that its rows are long enough for."""
+        """Return the wanted type, or the next that divides its rows."""
         kind = self.wanted(name, shape)
         while shape[-1] % GGML_QUANT_SIZES[kind][0]:
             short = self.precision == "q4_k_m" and kind == GGMLQuantizationType.Q4_K
@@ -99,7 +99,7 @@ class Weights:
         return kind
 
     def larger_rows(self, entries: Iterable[Entry]) -> str:
-        """How many of the numbers need a larger type, in words; empty if none do."""
+        """Say how many of the values need a larger type; empty if none do."""
         numbers: Counter[str] = Counter()
         total = 0
         for entry in entries:
@@ -119,14 +119,14 @@ def make_entry(
     shape: tuple[int, ...] | None,
     importance: Callable[[], Tensor] | None = None,
 ) -> Entry:
-    """A tensor of the file, in the type that suits its name and rows."""
+    """Make a tensor of the file, in the type for its name and rows."""
     shape = tuple(make().shape) if shape is None else shape
     kind = weights.fitting(name, shape)
     return Entry(name, shape, kind, make, importance if kind in WEIGHTED and "token_embd" not in name else None)
 
 
 def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
-    """The tensor of an entry as it is stored."""
+    """Return the tensor of an entry as stored."""
     numbers = entry.make().detach().float().cpu().contiguous().numpy()
     if entry.importance is None:
         return quantize(numbers, entry.type)
@@ -144,7 +144,7 @@ def write_tensors(
     on_progress: StageCallback,
     stored: Callable[[Entry], Shaped[np.ndarray, ...]] = quantized,
 ) -> None:
-    """Write the file, tensor by tensor, and close the writer. `stored` makes what is written of an entry."""
+    """Write the file, tensor by tensor, and close the writer. `stored` makes the data of an entry."""
     for entry in entries:
         # the writer takes the shape in bytes of types that numpy does not have
         plain = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(entry.type)

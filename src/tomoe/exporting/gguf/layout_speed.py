@@ -1,4 +1,4 @@
-"""How fast llama.cpp runs a model and what it could be converted to: files of a few layers of random numbers, timed in turn.
+"""Time a model and its possible conversions in llama.cpp: files of a few layers of random numbers, run in turn.
 
 Only the config of the model is read. The files have the architecture, the types and the rows that an export would have.
 """
@@ -30,14 +30,14 @@ from tomoe.exporting.gguf.experts import MERGED
 from tomoe.exporting.gguf.file import Entry, Weights, make_entry, write_tensors
 from tomoe.exporting.gguf.llama_cpp import check_quantizer, quantize
 from tomoe.exporting.gguf.target import arch_of, write_head
-from tomoe.exporting.stock.carrier import StockLayout, empty_stock
+from tomoe.exporting.stock.architecture import StockLayout, empty_stock
 from tomoe.exporting.target import Precision
 from tomoe.model.loading import load_config
 from tomoe.model.shape import ModelShape, text_config
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import moe_config
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plans.partition.layouts import FineLayout, settle_layout
+from tomoe.plans.partition.layouts import FineLayout, layout_of
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.version import __version__
@@ -71,7 +71,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Timed:
-    """A candidate with its seconds for a token and for the prompt, one of each round."""
+    """A candidate with its seconds per token and for the prompt, one of each per round."""
 
     candidate: Candidate
     dense: Candidate
@@ -82,24 +82,24 @@ class Timed:
 
     @property
     def bound(self) -> float:
-        """The ratio if a token cost the bytes of weights alone that it reads."""
+        """The ratio if a token cost only the bytes of weights that it reads."""
         return self.dense.bytes / self.candidate.bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the model with all its layers and its output matrix, which are counted by their bytes."""
+        """Estimated for all layers and the output matrix, by their bytes."""
         return self.candidate.bytes / self.candidate.whole / statistics.median(self.tokens)
 
 
 def best(rows: Sequence[Timed]) -> Timed:
-    """The layout that writes fastest among those that read prompts at least as fast as the dense model, if any do."""
+    """Return the layout that decodes fastest among those that read prompts at least as fast as the dense model, if any."""
     converted = [row for row in rows if row.candidate.layout is not None]
     fast = [row for row in converted if statistics.median(row.prompt_ratios) >= 1]
     return max(fast or converted, key=lambda row: statistics.median(row.token_ratios))
 
 
 def how_to_convert(model: str, row: Timed) -> str:
-    """The command that converts a model to this layout."""
+    """Return the command that converts a model to this layout."""
     layout = row.candidate.layout
     assert layout is not None
     settings = f"--set target={row.candidate.target} --set experts.num_experts={layout.num_experts}"
@@ -107,7 +107,7 @@ def how_to_convert(model: str, row: Timed) -> str:
 
 
 class _Model:
-    """A model without weights, all its layers or a few of them, with experts in the way of a layout."""
+    """A model without weights, all its layers or a few of them, with experts of a layout."""
 
     def __init__(self, config: PreTrainedConfig, layers: int | None = None):
         config = copy.deepcopy(text_config(config))
@@ -134,7 +134,7 @@ class _Model:
         )  # fmt: skip
         with torch.device("meta"):
             moe = ToMoEForCausalLM(moe_config(self.dense, plan, ""))
-        if problem := self.arch.carrier.decoder.problem(moe) or self.arch.engine_problem(moe):
+        if problem := self.arch.stock.decoder.problem(moe) or self.arch.engine_problem(moe):
             raise UserError(f"llama.cpp does not support this model with experts: {problem}")
         return moe
 
@@ -146,8 +146,8 @@ class _Model:
 def candidates(
     config: PreTrainedConfig, actives: Sequence[float], precision: Precision, layers: int
 ) -> Iterator[tuple[Candidate, Callable[[Path], None]]]:
-    """Yield the dense file and one for each layout and active fraction, with what writes it. Raises UserError if no layout
-    meets one of the fractions, or if llama.cpp could not run the model."""
+    """Yield the dense file and one per layout and active fraction, with its writer. Raises UserError if no layout meets one of
+    the fractions, or if llama.cpp cannot run the model."""
     whole, few = _Model(config), _Model(config, layers)
     dense_yet = False
     for active in actives:
@@ -155,7 +155,7 @@ def candidates(
         for number in NUMBERS:
             recipe = Recipe().changed([f"target={whole.target}", f"active={active}", f"experts.num_experts={number}"])
             try:
-                layout = cast(FineLayout, settle_layout(recipe, whole.shape))
+                layout = cast(FineLayout, layout_of(recipe, whole.shape))
             except UserError:
                 if number:
                     continue
@@ -178,7 +178,7 @@ def _candidate(
         stored = model.arch.layout(moe, None)
         if converted is None:
             # the same architecture without experts
-            stored = replace(stored, whole=model.shape.num_layers)
+            stored = replace(stored, dense_layers=model.shape.num_layers)
         tensors = model.entries(moe, stored, precision)
         share = stored.top_k / stored.experts
         parts = (t.nbytes * (share if "_exps." in t.name else 1) for t in tensors if t.name != "token_embd.weight")
@@ -216,7 +216,7 @@ def _write_vocabulary(writer: GGUFWriter) -> None:
 
 
 def check_engine(precisions: Sequence[Precision]) -> None:
-    """Raises UserError if llama.cpp is missing that can be timed, or that makes K-quants."""
+    """Raise UserError if there is no llama.cpp to time, or to make K-quants."""
     if find_spec("llama_cpp") is None:
         raise UserError(_NEED)
     for precision in precisions:
@@ -235,10 +235,9 @@ def measure(
     on_progress: StageCallback = no_stage_progress,
     open_file: Callable[[Path, int, int], Callable[[int], tuple[float, float]]] | None = None,
 ) -> list[Timed]:
-    """Time `layers` layers of a model's shape, dense and converted, in llama.cpp: a prompt, then TOKENS tokens, file by file
-    in turn. model: a folder, hub id or .gguf file, of which only the config is read. threads: with 1, the processor's time
-    counts, else the wall's. open_file: runs a file instead of llama.cpp. Raises UserError as `candidates`, and if llama.cpp is
-    missing."""
+    """Time `layers` layers of a model's shape, dense and converted, in llama.cpp: a prompt, then TOKENS tokens, file by file in
+    turn. model: a folder, hub id or .gguf file, of which only the config is read. threads: with 1, CPU time counts, else wall
+    time. open_file: runs a file instead of llama.cpp. Raises UserError as `candidates`, and if llama.cpp is missing."""
     if open_file is None:
         check_engine(precisions)
     config = load_config(model)
@@ -269,7 +268,7 @@ def _compared(candidates: Sequence[Candidate], timed: Sequence[Sequence[tuple[fl
 
 
 def _opened(path: Path, context: int, threads: int) -> Callable[[int], tuple[float, float]]:
-    """What runs a file, which may be deleted then: seconds of a prompt of so many tokens, and of one token after it."""
+    """Return what runs a file, which may then be deleted: seconds for a prompt of so many tokens, and for one token after it."""
     from llama_cpp import Llama
 
     clock = time.process_time if threads == 1 else time.perf_counter
@@ -297,7 +296,7 @@ def _opened(path: Path, context: int, threads: int) -> Callable[[int], tuple[flo
 
 
 def to_json(model: str, threads: int, rows: Sequence[Timed]) -> str:
-    """Everything that was timed."""
+    """Serialize all timings."""
     what = {"format": FORMAT, "model": model, "threads": threads, "tomoe": __version__}
     values = [asdict(row) | {"bound": row.bound, "tokens_per_second": row.tokens_per_second} for row in rows]
     for value in values:
@@ -306,7 +305,7 @@ def to_json(model: str, threads: int, rows: Sequence[Timed]) -> str:
 
 
 def table(rows: Sequence[Timed]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells, a line for each file."""
+    """Return titles and cells, one line per file."""
     titles = [
         "weights",
         "active",

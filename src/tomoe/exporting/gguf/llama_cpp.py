@@ -1,4 +1,4 @@
-"""llama.cpp itself: it quantizes what is written to a GGUF file, and runs the file to compare it with the model."""
+"""llama.cpp: quantizes weights for a GGUF file, and runs the file to compare it with the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tomoe.errors import UserError
 
 
 def binding() -> Any:
-    """The xllamacpp module. Raises UserError if it is not installed."""
+    """Import xllamacpp. Raises UserError if it is not installed."""
     try:
         import xllamacpp  # type: ignore[import-untyped]
     except ImportError:
@@ -27,7 +27,7 @@ def binding() -> Any:
 
 
 def check_quantizer(precision: str) -> None:
-    """Raises UserError if weights of this precision need llama.cpp, and it is not installed."""
+    """Raise UserError if weights of this precision need llama.cpp and it is not installed."""
     if "_k" in precision and find_spec("xllamacpp") is None:
         raise UserError(f"{precision} weights are made by llama.cpp: pip install xllamacpp, or choose q8_0")
 
@@ -37,8 +37,8 @@ def quantize(
     kind: GGMLQuantizationType,
     importance: Float[np.ndarray, "*matrices n"] | None = None,
 ) -> Shaped[np.ndarray, "*rows bytes"]:
-    """Rows of float32 numbers in a type of llama.cpp. K-quants, and matrices with the (positive) importance of their columns,
-    are made by llama.cpp's own code."""
+    """Quantize float32 rows to a type of llama.cpp; K-quants, and matrices with the (positive) importance of their columns, by
+    llama.cpp's own code."""
     if importance is None and not kind.name.endswith("_K"):
         return quants.quantize(x, kind)
     library = ctypes.CDLL(binding().xllamacpp.__file__)
@@ -54,7 +54,7 @@ def quantize(
 
 
 class LlamaCpp:
-    """One file, on the CPU."""
+    """One file, run on the CPU."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class LlamaCpp:
         return answer
 
     def log_probs(self, prompt: Sequence[int] | str, fresh: bool = False) -> Float[Tensor, " V"]:
-        """Log-probs of the next token. `fresh` reuses nothing of an earlier prompt, so that rounding repeats exactly."""
+        """Return log-probs of the next token. `fresh` reuses nothing of an earlier prompt, so that rounding is reproducible."""
         # decides which token is answered; log-probs are of the logits before the bias
         bias = [[self.letter, 1e6]]
         options = {"n_predict": 1, "n_probs": self.vocab_size, "logit_bias": bias, "cache_prompt": not fresh}
@@ -113,5 +113,5 @@ class LlamaCpp:
         return str(self._complete(prompt, n_predict=tokens, stop=list(stop))["choices"][0]["text"])
 
     def run(self, prompt: Sequence[int], tokens: int, fresh: bool = True) -> None:
-        """Generate exactly so many tokens, and if `fresh` reuse nothing of an earlier prompt: for timing."""
+        """Generate exactly this many tokens, and if `fresh` reuse nothing of an earlier prompt: for timing."""
         self._complete(prompt, n_predict=tokens, ignore_eos=True, cache_prompt=not fresh)

@@ -1,4 +1,4 @@
-"""A GGUF file for llama.cpp and all that is built on it."""
+"""A GGUF file for llama.cpp and everything built on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tomoe.exporting.gguf.importance import Importance, of_folder
 from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
 from tomoe.exporting.gguf.verify import Comparison, verify_file
-from tomoe.exporting.stock.carrier import StockLayout
+from tomoe.exporting.stock.architecture import StockLayout
 from tomoe.exporting.target import Job, Options, Precision, Sizes, Target
 from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
@@ -30,7 +30,7 @@ from tomoe.progress import ProgressCallback, StageCallback, no_stage_progress
 
 
 class Gguf(Target):
-    """One file, in the architecture of llama.cpp that suits the experts."""
+    """One file, in the llama.cpp architecture that supports the experts."""
 
     name = "gguf"
 
@@ -40,8 +40,8 @@ class Gguf(Target):
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
         return arch_of(dense.config.get_text_config().model_type, form).dense_problem(dense)
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
-        return _arch(moe).carrier.is_dialed(moe)
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
+        return _arch(moe).stock.is_adjustable(moe)
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         check_quantizer(options.precision)
@@ -79,7 +79,7 @@ class Gguf(Target):
         arch = _arch(moe)
         file = self.file(out, options)
         comparison = Comparison(file, options.precision, moe, tokenizer, arch.context_length(moe), check)
-        return verify_file(comparison, arch.carrier.form)
+        return verify_file(comparison, arch.stock.form)
 
     def how_to_load(self, folder: Path, options: Options) -> str:
         return f"llama-cli -m {shlex.quote(str(self.file(folder, options)))}"
@@ -90,7 +90,7 @@ class Gguf(Target):
 
 
 def arch_of(kind: str, form: str) -> GgufArch:
-    """The architecture for experts of this form (experts.form) in a model, dense or converted, of this kind of config."""
+    """Return the architecture for experts of this form (experts.form) in a model, dense or converted, with this config."""
     return Llama() if form == "overlapping" else FAMILY_ARCHS.get(kind) or Glm4Moe()
 
 
@@ -107,7 +107,7 @@ def _weights(moe: ToMoEForCausalLM, precision: Precision) -> Weights:
 def entries(
     moe: ToMoEForCausalLM, precision: Precision, multiple: int | None, importance: Importance | None = None
 ) -> Iterator[Entry]:
-    """Yield every tensor of the file in order; an entry makes its tensor when it is written."""
+    """Yield every tensor of the file in order; an entry makes its tensor when written."""
     arch = _arch(moe)
     weights, layout = _weights(moe, precision), arch.layout(moe, multiple)
     columns = (
@@ -126,7 +126,7 @@ def write_gguf(
     on_progress: StageCallback = no_stage_progress,
     importance: Importance | None = None,
 ) -> None:
-    """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
+    """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read differently."""
     arch = _arch(moe)
     writer = GGUFWriter(None, arch.name)
     write_head(writer, moe, arch.layout(moe, multiple), path.stem, precision)
@@ -140,7 +140,7 @@ def write_gguf(
 
 
 def write_head(writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout, name: str, precision: Precision) -> None:
-    """Write the keys of a file but for those of its tokenizer."""
+    """Write the keys of a file, except those of its tokenizer."""
     arch = _arch(moe)
     writer.add_type("model")
     writer.add_name(name)

@@ -36,7 +36,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def check_merges(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError for a byte-level tokenizer without merges: llama.cpp loads no file of one, and does not say why."""
+    """Raise UserError for a byte-level tokenizer without merges: llama.cpp fails to load it without saying why."""
     rules = _rules(tokenizer)
     model = rules["model"]
     if model["type"] != "BPE" or model.get("byte_fallback") or model["merges"]:
@@ -51,7 +51,7 @@ def check_merges(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Write tokens, merges or scores, special tokens and chat template, for an embedding matrix of `vocab_size` rows. Raises
-    UserError if llama.cpp would read text otherwise than the tokenizer does."""
+    UserError if llama.cpp would tokenize text differently."""
     rules = _rules(tokenizer)
     model = rules["model"]
     if model["type"] != "BPE":
@@ -89,14 +89,14 @@ def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, voca
 
 
 def _model_problems(model: dict[str, Any]) -> Iterator[str]:
-    """What llama.cpp does not do when it merges bytes or characters."""
+    """List what llama.cpp does not support in merging bytes or characters."""
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             yield f"its byte-pair encoding has a {name}"
 
 
 def _reading_problems(rules: dict[str, Any]) -> Iterator[str]:
-    """What happens to text before it is merged that llama.cpp does not do."""
+    """List what llama.cpp does not support in normalizing text before merging."""
     steps = _steps(rules.get("normalizer"), "normalizers")
     if not rules["model"].get("byte_fallback"):
         yield from (f"it normalizes text ({step['type']})" for step in steps if step["type"] != "NFC")
@@ -131,7 +131,7 @@ def _steps(part: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
 
 
 def _template_problems(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """What a text gets before and after it, beside one token for its beginning and one for its end."""
+    """List what is added before and after a text besides one bos and one eos token."""
     ids, bare = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
     begins = [tokenizer.bos_token_id] if ids and ids[0] == tokenizer.bos_token_id else []
     ends = [tokenizer.eos_token_id] if ids and ids[-1] == tokenizer.eos_token_id else []
@@ -140,7 +140,7 @@ def _template_problems(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 
 
 def _differences(rules: dict[str, Any]) -> Iterator[str]:
-    """What the tokenizer does to rare text and llama.cpp does not, as half sentences."""
+    """List what the tokenizer does to rare text and llama.cpp does not, as half sentences."""
     if any(step["type"] == "NFC" for step in _steps(rules.get("normalizer"), "normalizers")):
         yield "it composes letters and accents that are characters of their own (NFC)"
     for setting, what in (("lstrip", "spaces before"), ("rstrip", "spaces behind")):
@@ -158,7 +158,7 @@ def _rules(tokenizer: Any) -> dict[str, Any]:
 
 
 def splitting_rule(pre: dict[str, Any] | None) -> str:
-    """llama.cpp's name for what a byte-level tokenizer does before it merges. Raises UserError if it has none."""
+    """Return llama.cpp's name for a byte-level tokenizer's pre-tokenization. Raises UserError if it has none."""
     steps = pre["pretokenizers"] if pre and pre["type"] == "Sequence" else [pre or {"type": "none"}]
     kinds = [step["type"] for step in steps]
     if kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
@@ -177,7 +177,7 @@ def splitting_rule(pre: dict[str, Any] | None) -> str:
 
 
 def _tokens(tokenizer: Any, rules: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """Text and type of every row of the embedding matrix; rows beyond the vocabulary are marked as unused."""
+    """Return text and type of every row of the embedding matrix; rows beyond the vocabulary are marked as unused."""
     names = {i: token for token, i in tokenizer.get_vocab().items()}
     added = {entry["id"]: entry for entry in rules.get("added_tokens", ())}
     falls_back = rules["model"].get("byte_fallback")

@@ -1,4 +1,4 @@
-"""The proof of a GGUF file: llama.cpp predicts what the converted model predicts in float32, and reads text as its tokenizer."""
+"""The proof of a GGUF file: llama.cpp predicts what the converted model predicts in float32, and tokenizes as its tokenizer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def text(self) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-        """The sequences, as far as a context reaches, and which of their tokens are real."""
+        """Return the sequences, cut to the context, and which of their tokens are real."""
         sequences = self.check.text.sequences
         context = min(sequences.input_ids.shape[1], self.context_length - 1)
         return sequences.input_ids[:, :context], sequences.mask[:, :context]
@@ -57,7 +57,7 @@ class Comparison:
         return LlamaCpp(file, self.moe.config.vocab_size, self.text[0].shape[1] + WRITTEN, letter)
 
     def agree(self, llama: LlamaCpp, routers: RouterCheck | None = None) -> Agreement:
-        """Compare log-probs at evenly spaced positions of every sequence, and with `routers` the choices of experts."""
+        """Compare log-probs at evenly spaced positions of every sequence and, with `routers`, the choices of experts."""
         ids, mask = self.text
         with nullcontext() if routers is None else hooked(routers.hooks(self.moe)):
             on_converted = stage_callback(self.check.on_progress, "running the converted")
@@ -74,8 +74,8 @@ class Comparison:
         return summarize(positions(b) for b in range(len(ids)))
 
     def text_problem(self, llama: LlamaCpp) -> str | None:
-        """Text must predict the same as its tokens, a passage and what it may not show (`RARE`), else llama.cpp splits text
-        otherwise than the tokenizer."""
+        """Check that text predicts the same as its tokens, a passage and rare text (`RARE`), else llama.cpp splits text
+        differently from the tokenizer."""
         ids = self.text[0]
         passage = str(self.tokenizer.decode(ids[0], skip_special_tokens=True))[: max(1, ids.shape[1] - 2)]
         for text in (passage, *RARE):
@@ -88,7 +88,7 @@ class Comparison:
         return None
 
     def written(self, llama: LlamaCpp) -> dict[str, str] | None:
-        """What both write after one prompt; None if the context is too short."""
+        """Return what both generate after one prompt; None if the context is too short."""
         if len(self.tokenizer(PROMPT).input_ids) + WRITTEN >= self.context_length:
             return None
         converted = generate(self.moe, self.tokenizer, PROMPT, WRITTEN)
@@ -96,8 +96,8 @@ class Comparison:
 
 
 def verify_file(comparison: Comparison, form: RouterForm | None) -> Proof:
-    """The file predicts what the converted model predicts. With routers of a form, these choose as the converted model's, and
-    with all experts both predict the same."""
+    """Check that the file predicts what the converted model does. With routers of a form, these choose as the converted model's,
+    and with all experts both predict the same."""
     file = comparison.file
     bounds = BOUNDS[comparison.precision]
     routers = RouterCheck(read_routers(file, form)) if form else None

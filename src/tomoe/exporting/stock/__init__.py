@@ -1,1 +1,1 @@
-"""The stock classes that hold experts: one row each of what it is called, what it has a place for, and where."""
+"""The stock classes with experts: one row each with its name, what it supports, and its tensor names."""

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, round_up
+from tomoe.exporting.stock.architecture import StockArch, StockLayout, each, round_up
 from tomoe.exporting.stock.routers import FIRST, LAST, HalfPrecisionSigmoid, RouterForm
 from tomoe.exporting.target import Options
 from tomoe.exporting.verify import Check, Proof, StockRouter, verify_by_parts
@@ -33,8 +33,8 @@ PROBE_TOKENS = 256  # tokens that the reach of a router is measured on
 
 
 @dataclass(eq=False, kw_only=True)
-class FineGrained(Carrier):
-    """A class with a place for fine-grained experts.
+class FineGrained(StockArch):
+    """A stock class that supports fine-grained experts.
 
     form: of its routers; coarse_scores: whether transformers makes their scores in the dtype of the model; float32_routers:
     whether they are float32 in a checkpoint of any dtype. block, gate: names of a layer's MoE, and of the router in it.
@@ -54,14 +54,14 @@ class FineGrained(Carrier):
     experts: tuple[str, ...] = each("mlp.experts.{}")
     shared: tuple[str, ...] = each("mlp.shared_experts")
     shared_gate: str | None = None
-    whole: tuple[str, ...] = each("mlp")
+    dense_mlp: tuple[str, ...] = each("mlp")
     other_form = (
         "its experts share neurons (experts.form = overlapping), and this class supports fine-grained experts only"
     )
     how_well = "up to the rounding of its router"
 
     def form_in(self, dtype: torch.dtype) -> RouterForm:
-        """The form of its routers in a checkpoint of this dtype."""
+        """Return the form of its routers in a checkpoint of this dtype."""
         return HalfPrecisionSigmoid(dtype) if self.coarse_scores and dtype != torch.float32 else self.form
 
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
@@ -80,18 +80,18 @@ class FineGrained(Carrier):
         return None
 
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
-        """The smallest sizes that hold each layer; widths are multiples of `multiple`."""
+        """Return the smallest sizes that hold each layer; widths are multiples of `multiple`."""
         mlps = moe.mlps()
         # engines want at least one layer with experts
-        whole = 0
+        dense_layers = 0
         while self.rules.dense_layers and len(mlps) > 1 and experts_per_token(mlps[0]) == mlps[0].num_experts:
-            whole, mlps = whole + 1, mlps[1:]
+            dense_layers, mlps = dense_layers + 1, mlps[1:]
         width = round_up(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple or FINE_MULTIPLE)
         shared = round_up(max(mlp.shared_size for mlp in mlps), width)
         chosen = [experts_per_token(mlp) for mlp in mlps]
         zeros = max(chosen) - min(chosen)
         # the stock router looks for the two best of a group
-        layout = StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
+        layout = StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, dense_layers)
         if self.rules.shared_in_experts:
             always = layout.shared // layout.width
             experts, top_k = layout.experts + always, layout.top_k + always
@@ -105,8 +105,8 @@ class FineGrained(Carrier):
         self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
     ) -> Iterator[tuple[str, Tensor]]:
         mlp = moe.mlps()[i]
-        if i < layout.whole:
-            yield from named(self.whole, whole_matrices(mlp))
+        if i < layout.dense_layers:
+            yield from named(self.dense_mlp, dense_matrices(mlp))
             return
         weight, corrections = router_tensors(mlp, layout, eps, self.form_in(moe.dtype))
         weight = weight if self.float32_routers else weight.to(moe.dtype)
@@ -124,14 +124,14 @@ class FineGrained(Carrier):
             yield from named([name.format(n) for name in self.experts], matrices)
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """A gate of zeros makes the sigmoid of the shared expert exactly 1/2, which powers of two undo without rounding."""
+        """As for all stock classes; a gate of zeros makes the shared expert's sigmoid 1/2, undone exactly by a power of two."""
         gate, up, down = super().matrices(mlp, layout, expert)
         shared = 2 if self.shared_gate else 1
         routed = layout.top_k if self.form.normalized else 1
         return gate, up, down * (shared if expert is None else routed)
 
     def bytes(self, moe: ToMoEForCausalLM, layout: StockLayout) -> int:
-        routers = (len(moe.mlps()) - layout.whole) * layout.experts * moe.config.hidden_size
+        routers = (len(moe.mlps()) - layout.dense_layers) * layout.experts * moe.config.hidden_size
         wider = torch.float32.itemsize - moe.dtype.itemsize if self.float32_routers else 0
         return super().bytes(moe, layout) + routers * wider
 
@@ -140,12 +140,12 @@ class FineGrained(Carrier):
         return verify_by_parts(folder, out, check, partial(self.routers, form=form), self.use_all_experts_)
 
     def gates(self, exported: Any) -> dict[int, Any]:
-        """The routers' modules in an export, as transformers loaded it, by number of the layer."""
+        """Return the router modules in an export, as transformers loaded it, by layer number."""
         blocks = {i: getattr(layer, self.block) for i, layer in enumerate(exported.model.layers)}
         return {i: getattr(block, self.gate) for i, block in blocks.items() if hasattr(block, self.gate)}
 
     def routers(self, exported: Any, form: RouterForm) -> dict[int, StockRouter]:
-        """What chooses experts in each layer of an export, by itself."""
+        """Return the routers of an export, layer by layer, to run by themselves."""
         found = {}
         for i, gate in self.gates(exported).items():
             layer = exported.model.layers[i]
@@ -154,7 +154,7 @@ class FineGrained(Carrier):
         return found
 
     def stock_router(self, layer: Any, gate: Any, form: RouterForm) -> StockRouter:
-        """The router of a layer, as its module computes it."""
+        """Return the router of a layer, as its module computes it."""
         # LFM2's stands beside the router, which is handed it
         bias = getattr(getattr(layer, self.block), "expert_bias", None)
         corrections = () if bias is None else (bias.clone(),)
@@ -167,7 +167,7 @@ class FineGrained(Carrier):
 
     @torch.no_grad()
     def use_all_experts_(self, exported: Any) -> Any:
-        """Let tokens use all experts, with routers of zeros, whose weights are equal: then no router decides."""
+        """Make tokens use all experts, with routers of zeros, whose weights are equal: then routing does not matter."""
         for i, gate in self.gates(exported).items():
             layer = exported.model.layers[i]
             if self.form.normalized:
@@ -179,20 +179,20 @@ class FineGrained(Carrier):
 
 
 def named(names: Sequence[str], matrices: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Gate, up and down by their three names, or by two if the first tensor holds gate and up."""
+    """Pair gate, up and down with their three names, or with two if the first tensor holds gate and up."""
     gate, up, down = matrices
     return zip(names, matrices if len(names) == 3 else (torch.cat([gate, up], -2), down), strict=True)
 
 
 def experts_per_token(mlp: ToMoEMLP) -> int:
-    """k of a layer with fine-grained experts."""
+    """Return k of a layer with fine-grained experts."""
     assert mlp.top_k is not None
     return mlp.top_k
 
 
 @torch.no_grad()
 def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
-    """eps of every layer, for the largest logit Z (without the bias) on some tokens of the vocabulary."""
+    """Return eps of every layer, for the largest logit Z (without the bias) on some tokens of the vocabulary."""
     mlps = moe.mlps()
     reach = [0.0] * len(mlps)
 
@@ -213,8 +213,8 @@ def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
 def router_tensors(
     mlp: ToMoEMLP, layout: StockLayout, eps: float, form: RouterForm
 ) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
-    """u and c in float32. Behind the router's own experts stand those of the shared part and of zeros: as many as are missing
-    to k are always chosen, the others never."""
+    """Return u and c in float32. The router's own experts are followed by those of the shared part and of zeros: as many of these
+    as are missing to k are always chosen, the others never."""
     weight, bias = mlp.router.weight.float(), mlp.router.bias.float()
     first = layout.top_k - experts_per_token(mlp)
     last = layout.experts - mlp.num_experts - first
@@ -223,7 +223,7 @@ def router_tensors(
     return torch.cat([eps * weight, zeros]), torch.cat([form.corrections(bias, eps), always])
 
 
-def whole_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate, up [F, D] and down [D, F] of all neurons."""
+def dense_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate, up [F, D] and down [D, F] of all neurons."""
     assert mlp.gate_proj is not None
     return mlp.gate_proj, mlp.up_proj, mlp.down_proj.t().contiguous()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tomoe.exporting.stock.carrier import Carrier, StockLayout, each
+from tomoe.exporting.stock.architecture import StockArch, StockLayout, each
 from tomoe.exporting.stock.fine_grained import FineGrained, named
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.verify import StockRouter
@@ -50,7 +50,7 @@ class Gemma4(FineGrained):
         yield from super().mlp_tensors(moe, i, layout, eps)
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        return Carrier.matrices(self, mlp, layout, expert)
+        return StockArch.matrices(self, mlp, layout, expert)
 
     def gates(self, exported: Any) -> dict[int, Any]:
         return {i: layer.router for i, layer in enumerate(exported.model.layers)}

@@ -1,7 +1,7 @@
-"""The decoder that several stock classes share: plain RMS norms, separate Q, K and V, RoPE over whole heads.
+"""The decoder that several stock classes share: plain RMS norms, separate Q, K and V, RoPE over full heads.
 
 Dropped Q/K and V/O dims come back as zeros at their places, which changes no logit. What no zero can express (V/O dims chosen
-for each token, biases that the class has no place for) is refused in one sentence.
+for each token, biases that the class does not support) is refused in one sentence.
 
 Letters: D hidden size, C head dim, c kept dims.
 """
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from tomoe.errors import UserError
-from tomoe.exporting.stock.carrier import Decoder, empty_stock, mlp_problem
+from tomoe.exporting.stock.architecture import Decoder, empty_stock, mlp_problem
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.far_tokens import original_context
 from tomoe.model.hooks import hooked, input_of
@@ -32,9 +32,8 @@ PROBE_TOKENS = 8
 
 @dataclass(frozen=True)
 class PlainDecoder(Decoder):
-    """What a class with such a decoder has a place for: biases of Q, K and V; norms of Q and K in each head; windows of the
-    last tokens, the same in all layers; other activations than silu, unless `silu_only`; an output matrix that is that of the
-    embeddings."""
+    """What a class with such a decoder supports: biases of Q, K and V; norms of Q and K in each head; windows of the last tokens,
+    equal in all layers; other activations than silu, unless `silu_only`; an output matrix tied to the embeddings."""
 
     biased: bool = False
     normed: bool = False
@@ -91,7 +90,7 @@ class PlainDecoder(Decoder):
         return kept | {"head_dim": moe.model.layers[0].self_attn.head_dim}
 
     def check(self, moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
-        """Compare the rotary embeddings at the beginning, and where other frequencies of a longer context hold."""
+        """Compare the rotary embeddings at the first positions, and where a longer context changes the frequencies."""
         ours: Any = moe.model.rotary_emb
         theirs = type(empty_stock(config).model.rotary_emb)(config).to(moe.device)
         x = torch.zeros(1, 1, 1, device=moe.device)
@@ -117,7 +116,7 @@ class PlainDecoder(Decoder):
 
 
 def _missing_part(model: Any) -> str | None:
-    """Which part of the stock classes the model has no place or another name for, as half a sentence; None if none."""
+    """Name a part of the stock classes that the model lacks or names differently, as half a sentence; None if there is none."""
     for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
         if not hasattr(getattr(model, "model", None), name):
             return f"it has no `model.{name}`"
@@ -131,16 +130,15 @@ def _missing_part(model: Any) -> str | None:
 
 
 def sliding_windows(model: Any) -> list[int | None]:
-    """How many of the last tokens a token sees in each layer; None: all."""
+    """Return the sliding window of each layer; None: all tokens."""
     layers: Any = decoder_layers(model)
     return [sliding_window(layer.self_attn, model.config) for layer in layers]
 
 
 @torch.no_grad()
 def _otherwise_computed(model: Any, own: Mapping[int, nn.Module]) -> str | None:
-    """Run a few tokens, where scales and frequencies of a longer context hold: is the residual stream the plain pre-norm one,
-    is the attention of the layers `own`, which the family's code computes, the plain one, and are logits the output matrix
-    times states?"""
+    """Run a few tokens, where scales and frequencies of a longer context apply: is the residual stream plain pre-norm, is the
+    attention of the layers `own`, which run the family's code, the plain one, and are logits the output matrix times states?"""
     layer: Any = decoder_layers(model)[0]
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     parts = {
@@ -191,8 +189,8 @@ def _otherwise_computed(model: Any, own: Mapping[int, nn.Module]) -> str | None:
 
 
 def attention_tensors(attention: nn.Module) -> dict[str, Tensor]:
-    """The tensors of an attention by their names in it, with whole heads. A pruned one is filled: kept Q/K dims at their
-    places, V/O dims at the first places, zeros elsewhere; a norm takes its mean over all of them, as in the dense model."""
+    """Return the tensors of an attention by their names in it, with full heads. A pruned one is padded: kept Q/K dims at their
+    places, V/O dims at the first places, zeros elsewhere; a norm averages over all of them, as in the dense model."""
     if not isinstance(attention, ToMoEAttention):
         return attention.state_dict()
     size, half = attention.head_dim, attention.head_dim // 2

@@ -1,4 +1,4 @@
-"""How stock classes choose among fine-grained experts, and what has to be stored so that they choose as a converted model.
+"""How stock classes choose among fine-grained experts, and what to store so that they choose as a converted model.
 
 A converted model chooses the k experts with the largest z + b, where z = W x, and adds their outputs. A stock router makes
 scores s of u x, chooses by s + c, where c is a correction that only the choice sees (some classes have none), and multiplies
@@ -41,21 +41,21 @@ class RouterForm(ABC):
     normalized: ClassVar[bool] = False
 
     def scale(self, largest: float) -> float:
-        """eps for the largest logit Z; 1 for a router of zeros."""
+        """Return eps for the largest logit Z; 1 for a router of zeros."""
         return 2.0 ** math.floor(math.log2(self.reach / largest)) if largest else 1.0
 
     def corrections(self, bias: Float[Tensor, " N"], eps: float) -> Float[Tensor, " N"]:
-        """c of experts with these biases, where there is one."""
+        """Return c of experts with these biases, if the router has it."""
         return torch.zeros_like(bias)
 
     @abstractmethod
     def scores(self, logits: Float[Tensor, "T n"]) -> Float[Tensor, "T n"]:
-        """s of u x."""
+        """Compute s of u x."""
 
     def choose(
         self, logits: Float[Tensor, "T n"], corrections: Float[Tensor, " n"], top_k: int
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """The experts of each token, and how much of their outputs is added, where 1 is right."""
+        """Return the experts of each token, and the factors of their outputs, where 1 is right."""
         scores = self.scores(logits)
         ids = (scores + corrections).topk(top_k, dim=1).indices
         chosen = scores.gather(1, ids)
@@ -86,7 +86,7 @@ class Sigmoid(RouterForm):
 
 
 class HalfPrecisionSigmoid(Sigmoid):
-    """The same where scores are rounded to the 16 bits in which the model is stored, as Lfm2Moe's are.
+    """Sigmoid with scores rounded to the 16 bits in which the model is stored, as Lfm2Moe's.
 
     Numbers in [1/2, 1) are a = 2^-8 apart in bfloat16, 2^-11 in float16, so two experts keep their order if their z + b differ
     by more than 4 a / eps. That is far too coarse for the balance above, so both errors are weighed by what they do to the
@@ -104,7 +104,7 @@ class HalfPrecisionSigmoid(Sigmoid):
 
 
 class NormalizedSigmoid(Sigmoid):
-    """The same with weights that sum to 1, as llama.cpp's lfm2moe has them."""
+    """Sigmoid with weights that sum to 1, as in llama.cpp's lfm2moe."""
 
     normalized = True
 

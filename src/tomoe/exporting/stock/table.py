@@ -1,4 +1,4 @@
-"""The stock classes, one row each: its config, what it computes around the experts, its router, the names of its tensors.
+"""The stock classes, one row each: its config, the decoder around the experts, its router, its tensor names.
 
 What a row asks of a conversion stands in `recipe.target_rules` under the same name. Classes with Softmax routers weigh each of k
 experts 1/k: down projections hold the factor k, and no other number of experts can be asked for at load time.
@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder, StockLayout, each, round_up
+from tomoe.exporting.stock.architecture import FamilyDecoder, StockArch, StockLayout, each, round_up
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.stock.gemma4 import ZERO_NEURONS, Gemma4
 from tomoe.exporting.stock.plain_decoder import PlainDecoder, sliding_windows
@@ -34,7 +34,7 @@ ROUTED_SCALE = 2.0  # undoes the 1/2 that a sigmoid has at 0
 
 
 def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
-    """Its router could choose among groups of experts, but has one. Output matrices are never tied: vLLM's class does not."""
+    """Config values of Glm4Moe: one group of experts to choose from; untied output matrix, as vLLM's class needs it."""
     attention: Any = moe.model.layers[0].self_attn
     return {
         "n_routed_experts": layout.experts,
@@ -45,7 +45,7 @@ def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
         "norm_topk_prob": False,
         "n_group": 1,
         "topk_group": 1,
-        "first_k_dense_replace": layout.whole,
+        "first_k_dense_replace": layout.dense_layers,
         "rope_parameters": dict(moe.config.rope_parameters) | {"partial_rotary_factor": 1.0},
         "tie_word_embeddings": False,
         "attention_bias": attention.q_proj.bias is not None,
@@ -54,9 +54,9 @@ def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
     }
 
 
-class Mixtral(Carrier):
-    """Overlapping experts of one width in all layers. Neurons that experts share are copied, narrow experts get neurons of zeros.
-    A token uses one expert, with the weight 1: the stock router normalizes the weights of the chosen ones."""
+class Mixtral(StockArch):
+    """Overlapping experts of one width in all layers. Shared neurons are copied, narrow experts are padded with zeros. A token
+    uses one expert with the weight 1: the stock router normalizes the weights of the chosen ones."""
 
     other_form = "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
     how_well = "exactly"
@@ -123,7 +123,7 @@ LFM2_MOE = FineGrained(
     sizes_of=lambda moe, layout: {
         "intermediate_size": len(moe.mlps()[0].up_proj),
         "moe_intermediate_size": layout.width,
-        "num_dense_layers": layout.whole,
+        "num_dense_layers": layout.dense_layers,
         "num_experts": layout.experts,
         "num_experts_per_tok": layout.top_k,
         "use_expert_bias": True,
@@ -135,12 +135,12 @@ LFM2_MOE = FineGrained(
     block="feed_forward",
     router=("feed_forward.gate.weight", "feed_forward.expert_bias"),
     experts=each("feed_forward.experts.{}", ("w1", "w3", "w2")),
-    whole=each("feed_forward", ("w1", "w3", "w2")),
+    dense_mlp=each("feed_forward", ("w1", "w3", "w2")),
 )
 
 
 def granite(name: str, config_class: Any, kind: str) -> FineGrained:
-    """All multipliers stay the family's. Experts are chosen by logits, which no softmax rounds, so Softmax's bounds hold."""
+    """Row of a Granite class. Multipliers are the family's. Experts are chosen by unrounded logits, so Softmax's bounds hold."""
     return FineGrained(
         name=name,
         config_class=config_class,
@@ -212,7 +212,7 @@ FLEX_OLMO = FineGrained(
     form=Softmax(),
 )
 
-CARRIERS: tuple[Carrier, ...] = (
+STOCK_ARCHS: tuple[StockArch, ...] = (
     MIXTRAL,
     GLM4_MOE,
     QWEN3_5_MOE,

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from tomoe.budget import attention_params
 from tomoe.methods.tomoe.gumbel import gumbel_sigmoid, keep_probability
 from tomoe.methods.tomoe.network import per_layer
-from tomoe.methods.tomoe.projection import Projection, start_logits
+from tomoe.methods.tomoe.projection import Projection, initial_logits
 from tomoe.methods.tomoe.rotation import head_rotations
 from tomoe.model.attention import rotate_heads
 from tomoe.model.hooks import hooked, input_of
@@ -88,7 +88,7 @@ class PrunedAttention(nn.Module):
         return value_logits(x, self.token_embeddings[i].weight, embedding, projection.norm, *out)
 
     def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> dict[str, Tensor]:
-        """The tensors that give the same logits, as the plan keeps them: embedding and start become biases."""
+        """Return the tensors that give the same logits, as the plan keeps them: embedding and start become biases."""
         projection, c = self.dims[i], self.shape.head_dim
         state = {
             "project_in.weight": self.token_embeddings[i].weight,
@@ -138,7 +138,7 @@ class SampledAttention:
 
 
 class AttentionRanking:
-    """What calibration text says about the attention of every layer, once it has run with the `hooks`."""
+    """The importance of every layer's attention dims on calibration text, once it has run with the `hooks`."""
 
     def __init__(self, net: PrunedAttention, model: nn.Module):
         self.net, self.shape, self.parts = net, net.shape, layer_parts(model)
@@ -146,7 +146,7 @@ class AttentionRanking:
         self.rotations: list[Tensor] = []  # if values are rotated
 
     def hooks(self, i: int, valid: Bool[Tensor, " BS"] | None) -> Iterator[RemovableHandle]:
-        """Record what the projections of layer i give, and rank its dims before the last of them runs."""
+        """Record the outputs of the projections of layer i, and rank its dims before the last of them runs."""
         parts = self.parts[i]
         activations: dict[str, Tensor] = {}
 
@@ -173,8 +173,8 @@ class AttentionRanking:
             o, weight = rotate_heads(o, rotation), rotate_heads(weight, rotation)
         self.importance.append(attention_importance(q, k, o, weight, self.shape))
 
-    def start_(self, active: float) -> tuple[int, bool]:
-        """Start from the most important Q/K choices and V/O dims of every layer; returns their parameters, and whether V/O dims
+    def initialize_(self, active: float) -> tuple[int, bool]:
+        """Start from the most important Q/K choices and V/O dims of every layer; return their parameters, and whether V/O dims
         are left out."""
         s = self.shape
         keep_bias = self.net.sampling.keep_bias
@@ -185,8 +185,8 @@ class AttentionRanking:
         for i, (qk, values) in enumerate(self.importance):
             value_ranks, qk_ranks = (t.argsort(descending=True, stable=True).argsort() for t in (values, qk))
             spent += int(attention_params(s, len(s.qk_dims((qk_ranks < choices).cpu())), dims))
-            starts = start_logits(value_ranks, dims, keep_bias), start_logits(qk_ranks, choices, keep_bias)
-            self.net.dims[i].start_at_(torch.cat(starts))
+            starts = initial_logits(value_ranks, dims, keep_bias), initial_logits(qk_ranks, choices, keep_bias)
+            self.net.dims[i].initialize_(torch.cat(starts))
         return spent, dims < s.head_dim
 
 
@@ -216,7 +216,7 @@ def attention_importance(
 
 
 class ExtractedAttention:
-    """The attention of all layers without noise: the widths that a plan can give it, and what it records of them."""
+    """The attention of all layers without noise: the widths that a plan can give it, and its fields in a plan."""
 
     def __init__(self, net: PrunedAttention, of_experts: Float[Tensor, "sites N E"]):
         self.net, self.shape = net, net.shape
@@ -228,7 +228,7 @@ class ExtractedAttention:
     def value_logits(
         self, model: Any, ids: Int[Tensor, "B S"], valid: Bool[Tensor, "B S"], plan: Plan | None
     ) -> list[Float[Tensor, "t C"]]:
-        """The V/O logits of real tokens in every layer, on dense activations, or on those of a plan's masked model."""
+        """Return the V/O logits of real tokens in every layer, on dense activations or on those of a plan's masked model."""
         logits: list[list[Tensor]] = [[] for _ in range(self.shape.num_layers)]
 
         def hooks() -> Iterator[RemovableHandle]:
@@ -246,7 +246,7 @@ class ExtractedAttention:
         return [torch.cat(layer) for layer in logits]
 
     def _expected_dims(self, logits: Float[Tensor, "*n size"], offset: float) -> float:
-        """Return how many dims sampling keeps with `offset` added to every logit, the mean over tokens."""
+        """Return how many dims sampling keeps with `offset` added to every logit, averaged over tokens."""
         return float(keep_probability(logits + offset, self.net.sampling.keep_bias).sum(-1).mean())
 
     def _qk_params(self, order: Int[Tensor, " Q"], count: int) -> int:
@@ -266,7 +266,7 @@ class ExtractedAttention:
         ]
 
     def fields(self, i: int, qk_units: int, value_dims: int) -> dict[str, Any]:
-        """The fields of a LayerPlan that hold the attention of layer i."""
+        """Return the fields of a LayerPlan with the attention of layer i."""
         c = self.shape.head_dim
         dims = self.dim_logits[i].cpu()
         values = torch.ones(c, dtype=torch.bool)

@@ -30,7 +30,7 @@ def carve_(
     seed: int,
     progress: StageCallback = no_stage_progress,
 ) -> None:
-    """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
+    """Initialize `net` to a carved start: its noise-free plan meets the active fraction `active`; sampling does on average.
 
     Padding (mask False) does not count. `units_of_layers` divides what attention leaves of the budget among the MLPs.
     """
@@ -43,7 +43,7 @@ def carve_(
     more_hooks = None if ranking is None else ranking.hooks
     starts = visit_layers(model, ids, mask, carve, net.blank_start, progress, more_hooks)
     whole = s.num_layers * int(attention_params(s, s.head_dim, s.head_dim)), False
-    attention, cut = whole if ranking is None else ranking.start_(active)
+    attention, cut = whole if ranking is None else ranking.initialize_(active)
     left = active * decoder_params(s) - (s.other_params + attention + net.counted_routers(cut))
     units = units_of_layers([start.loss for start in starts], net.layout, s, left)
-    net.start_experts_(starts, units, left)
+    net.initialize_experts_(starts, units, left)

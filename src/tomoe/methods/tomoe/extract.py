@@ -50,7 +50,7 @@ def extract_plan(
 
 
 class Extraction:
-    """What one mask network holds, without noise, and the plan that it gives."""
+    """One mask network without noise, and the plan extracted from it."""
 
     def __init__(self, net: AnyNetwork):
         self.shape: ModelShape = net.shape
@@ -86,7 +86,7 @@ class Extraction:
             routers = found
 
     def _plan(self, active: float, tolerance: float, routers: int) -> Plan:
-        """The plan for which so many parameters of routers leave room."""
+        """Make the plan for which this many router parameters leave room."""
         s = self.shape
         attention = self.attention
         of_attention = [[] if attention is None else attention.sites(i) for i in range(s.num_layers)]
@@ -94,7 +94,7 @@ class Extraction:
         sites = [site for layer in layers for site in layer]
         whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention is None else 0
         target = round(active * decoder_params(s)) - s.other_params - whole - self.experts.params - routers
-        # carved experts beside whole attention leave nothing to choose
+        # carved experts with dense attention leave nothing to choose
         offset = common_offset(sites, target) if sites else 0.0
         chosen = self.experts.choose(layers, offset, target, round(tolerance * decoder_params(s)))
         planned = tuple(self._layer(i, width, *dims) for i, (width, dims) in enumerate(chosen))

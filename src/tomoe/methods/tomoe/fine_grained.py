@@ -51,8 +51,8 @@ class FineNetwork(MaskNetwork):
     def blank_start(self, device: torch.device) -> FineLayer:
         return FineLayer.empty(self.shape, self.layout, device)
 
-    def start_experts_(self, starts: Sequence[FineLayer], units: Sequence[int] | None, left: float) -> None:
-        """Start from carved experts with so many of them a token in each layer; None: as many as the layout says."""
+    def initialize_experts_(self, starts: Sequence[FineLayer], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with this many of them per token in each layer; None: those of the layout."""
         top_ks = self.layout.top_ks(self.shape.num_layers) if units is None else units
         for i, start in enumerate(starts):
             bias = self.routers[i].bias
@@ -68,7 +68,7 @@ class FineNetwork(MaskNetwork):
         return numbers[:, None] == expert, expert == SHARED
 
     def top_ks(self) -> list[int]:
-        """Return `experts_per_token` as numbers; a device is waited for once, and again when they were written to."""
+        """Return `experts_per_token` as numbers; waits for a device once, and again after they were written to."""
         stamp = id(self.experts_per_token), self.experts_per_token._version
         if self._known[0] != stamp:
             self._known = stamp, self.experts_per_token.tolist()
@@ -85,26 +85,26 @@ class FineNetwork(MaskNetwork):
         return SampledFine(self.routers[i], masks, shared, k, self.layout.width(k), self.sampling.temperature)
 
     def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> FineNetwork:
-        """Experts and widths are those that carving made."""
+        """Return experts and widths as carved."""
         return self
 
     @property
     def params(self) -> int:
-        """Parameters of the MLPs, which are settled already."""
+        """Parameters of the MLPs, which are fixed."""
         return sum(int(mlp_params(self.shape, self.width(i))) for i in range(self.shape.num_layers))
 
     def sites(self, i: int) -> list[Site]:
-        """The width of layer i, if extraction chooses it."""
+        """Return the width of layer i, if extraction chooses it."""
         return []
 
     def choose(
         self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
     ) -> list[tuple[int, list[int]]]:
-        """The MLP width of every layer, and the units of its other sites: all together nearest to `target` parameters."""
+        """Choose the MLP width of every layer, and the units of its other sites, nearest to `target` parameters in total."""
         return [(self.width(i), units) for i, units in enumerate(units_by_layer(layers, offset, target))]
 
     def fields(self, i: int, width: int) -> dict[str, Any]:
-        """The fields of a LayerPlan that hold the experts of layer i."""
+        """Return the fields of a LayerPlan with the experts of layer i."""
         expert_masks, shared_mask = self.expert_masks(i)
         bias = self.routers[i].bias
         assert bias is not None
@@ -116,13 +116,13 @@ class FineNetwork(MaskNetwork):
         }
 
     def notes(self, offset: float) -> dict[str, Any]:
-        """What the plan should remember of the choice."""
+        """Describe the choice for the plan's notes."""
         return {}
 
 
 @dataclass(eq=False)
 class SampledFine:
-    """One layer in one step. There is no noise in the choice."""
+    """One layer in one step. Its choice has no noise."""
 
     router: ExpertRouter
     masks: Float[Tensor, "N F"]

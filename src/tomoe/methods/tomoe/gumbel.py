@@ -42,7 +42,7 @@ def gumbel_softmax(
 
 
 def keep_probability(logits: Float[Tensor, "*shape"], keep_bias: float) -> Float[Tensor, "*shape"]:
-    """Return P[x + g + b > 0]: how often `gumbel_sigmoid` keeps a dim."""
+    """Return P[x + g + b > 0], the rate at which `gumbel_sigmoid` keeps a dim."""
     return -torch.expm1(-torch.exp(logits + keep_bias))
 
 

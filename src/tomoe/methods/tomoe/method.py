@@ -24,7 +24,7 @@ from tomoe.model.structure import shape_of
 from tomoe.plans import Plan
 from tomoe.plans.partition.elimination import elimination_bytes
 from tomoe.plans.partition.experts import FLOAT32, fine_bytes
-from tomoe.plans.partition.layouts import FineLayout, settle_layout, tolerance_of
+from tomoe.plans.partition.layouts import FineLayout, layout_of, tolerance_of
 from tomoe.progress import stage_callback
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form
@@ -76,10 +76,10 @@ class ToMoE(Method):
         return replace(plan, notes=plan.notes | learning_notes(checkpoint.step, checkpoint.state.get(CHECKED, {})))
 
     def _started(self, task: Task) -> AnyNetwork:
-        """The mask network at its start, unless a checkpoint holds it, too."""
+        """Make the mask network at its start, unless it is in a checkpoint."""
         net = new_network(task.recipe, task.model)
         if not task.run.steps():
-            start_(net, task)
+            initialize_(net, task)
             task.ended("carving" if task.recipe.start == "carved" else "start")
         return net
 
@@ -87,7 +87,7 @@ class ToMoE(Method):
         return super().operations(recipe, shape, output) + training_operations(recipe, shape, output)
 
     def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
-        layout, train, data = settle_layout(recipe, shape), recipe.train, recipe.data
+        layout, train, data = layout_of(recipe, shape), recipe.train, recipe.data
         with torch.device("meta"):
             net = mask_network(
                 shape, layout, recipe.experts.embedding_size, recipe.attention, recipe.sampling, recipe.seed
@@ -110,21 +110,21 @@ class ToMoE(Method):
 
 
 def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
-    """Bytes of a mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
+    """Count bytes of a mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
     stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
     trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if learns else 0
     return FLOAT32 * (stored + 3 * trained)
 
 
 def new_network(recipe: Recipe, model: PreTrainedModel) -> AnyNetwork:
-    """Make the network that holds experts and routers of a model; the start, or a checkpoint, fills it."""
+    """Make the network with experts and routers of a model; the start, or a checkpoint, fills it."""
     shape, size = shape_of(model), recipe.experts.embedding_size
-    layout = settle_layout(recipe, shape)
+    layout = layout_of(recipe, shape)
     return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(model.device)
 
 
-def start_(net: AnyNetwork, task: Task) -> None:
-    """Set what calibration text decides before learning: all of a carved start, of a random one the basis of the values."""
+def initialize_(net: AnyNetwork, task: Task) -> None:
+    """Set what calibration text decides before training: all of a carved start, the basis of the values of a random one."""
     recipe, model, text = task.recipe, task.model, task.calibration(task.model)
     if recipe.start == "carved":
         # here neurons become experts, and each expert gets the row of the router that predicts it
@@ -135,7 +135,7 @@ def start_(net: AnyNetwork, task: Task) -> None:
 
 
 def learn_(net: AnyNetwork, task: Task) -> dict[str, Any]:
-    """Train from the last checkpoint, or else from the start, to the last step. Returns what the plan's notes say of it."""
+    """Train from the last checkpoint, or else from the start, to the last step. Returns the notes for the plan."""
     recipe, model, corpus = task.recipe, task.model, task.text
     step = MaskStep(model, net, recipe)
     training = Training(model, net, recipe.train, recipe.seed, corpus, task.run, step)
@@ -147,6 +147,6 @@ def learn_(net: AnyNetwork, task: Task) -> dict[str, Any]:
 
 
 def choose_experts(net: AnyNetwork, model: PreTrainedModel, recipe: Recipe, text: Sequences) -> Plan:
-    """The plan of what the network holds, as near to the budget as the target allows."""
+    """Make the plan of the network, as near to the budget as the target allows."""
     calibration = text.input_ids.to(model.device), text.mask.to(model.device)
     return extract_plan(net, model, recipe.active, calibration, tolerance_of(TARGET_RULES[recipe.target]))

@@ -1,4 +1,4 @@
-"""What the networks of both forms of experts, `overlapping` and `fine_grained`, have in common."""
+"""What the networks of both forms of experts, `overlapping` and `fine_grained`, share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
 
 
 class MaskNetwork(nn.Module):
-    """Routers and experts of all layers, in float32: what learning changes as parameters, what the start settles as buffers.
+    """Routers and experts of all layers, in float32: what is trained as parameters, what the start fixes as buffers.
 
-    A form adds `carve` (of one layer), `blank_start` (what that returns, without values), `start_experts_`, `sample_experts` (of
-    one layer in one step) and `extract_experts` (without noise).
+    A form adds `carve` (of one layer), `blank_start` (what that returns, without values), `initialize_experts_`,
+    `sample_experts` (of one layer in one step) and `extract_experts` (without noise).
     """
 
     # an nn.ModuleList, typed as what it holds
@@ -43,13 +43,12 @@ class MaskNetwork(nn.Module):
         self.attention = None
 
     def counted_routers(self, value_routers: bool = True) -> int:
-        """Weights of the routers of all layers, as far as the budget counts them; with `value_routers` those of V/O dims, too, if
-        tokens choose these."""
+        """Weights of all routers that the budget counts; with `value_routers` those of V/O dims, too, if tokens choose these."""
         if not self.layout.counts_routers:
             return 0
         embedding = self.attention.token_embedding_size if value_routers and self.attention is not None else 0
         return self.shape.num_layers * router_params(self.shape, self.layout.num_experts, embedding)
 
     def embeddings(self) -> Float[Tensor, "sites N E"] | None:
-        """The embedding of every expert at the attention (even rows) and the MLP (odd rows) of every layer."""
+        """Return the embedding of every expert at the attention (even rows) and the MLP (odd rows) of every layer."""
         return None if self.hypernetwork is None else self.hypernetwork()

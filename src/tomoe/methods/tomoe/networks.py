@@ -24,7 +24,7 @@ def mask_network(
     sampling: SamplingSection,
     seed: int,
 ) -> AnyNetwork:
-    """Make the mask network of a layout, at a random start; without a hypernetwork if no mask is learned."""
+    """Make the mask network of a layout, at a random start; without a hypernetwork if no mask is trained."""
     learns_masks = isinstance(layout, OverlappingLayout) or attention.pruning != "off"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "mask network"))

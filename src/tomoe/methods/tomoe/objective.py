@@ -53,7 +53,7 @@ def objective(
 
 
 class MaskStep:
-    """The step function that learns masks and routers; the frozen dense model is the teacher, too."""
+    """The step function that trains masks and routers; the frozen dense model is also the teacher."""
 
     def __init__(self, model: PreTrainedModel, net: AnyNetwork, recipe: Recipe):
         self.model, self.net, self.recipe = model, net, recipe
@@ -94,7 +94,7 @@ def log_ratio(a: Tensor, b: Tensor | float) -> Tensor:
 
 # What follows takes all layers at once, stacked: a GPU waits for each call, not for the numbers in it.
 def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Those that are there, one upon another; None if there is none."""
+    """Stack those that are not None; None if all are."""
     there = [t for t in tensors if t is not None]
     return torch.stack(there) if there else None
 
@@ -122,23 +122,23 @@ def layer_widths(
 
 
 def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, ""]:
-    """Return T(d_MoE) / T_total of sampled masks (Eq. 8, Sec. 3.4), with so many parameters of routers counted."""
+    """Return T(d_MoE) / T_total of sampled masks (Eq. 8, Sec. 3.4), with this many router parameters counted."""
     return (layer_params(shape, *layer_widths(masks, shape)).sum() + routers) / decoder_params(shape)
 
 
 def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tensor, ""]:
-    """Return R_P (Eq. 8, Sec. 3.4) of the whole model, or of several layers the mean of R_P for each layer by itself."""
+    """Return R_P (Eq. 8, Sec. 3.4) of the model, or the mean of R_P over separate layers."""
     return log_ratio(fractions, target).mean()
 
 
 def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, " L"]:
-    """Return the active fraction of each layer by itself: if all layers have one width, each has to meet the budget."""
+    """Return the active fraction of each layer: if all layers have one width, each has to meet the budget."""
     whole = decoder_params(shape) / shape.num_layers
     return (layer_params(shape, *layer_widths(masks, shape)) + routers / shape.num_layers) / whole
 
 
 class _Product(torch.autograd.Function):
-    """The product over rows [.., n, m] -> [.., m] of numbers from 0 to 1, as a sum of logarithms.
+    """Product over rows [.., n, m] -> [.., m] of numbers from 0 to 1, as a sum of logarithms.
 
     The gradient with respect to a row is the product of the other rows, also where rows are zero. Of zeros and ones, which
     sampled masks are, both are exact. torch's own gradient takes a running product over all rows, one after another.
@@ -184,7 +184,7 @@ def sampled_masks(
     """Sample the masks of one step.
 
     `seed` decides what all tokens share, `token_seed` (default: the same) what each token chooses. `valid`: which tokens are
-    no padding, which the losses read; None: all.
+    real, for the losses; None: all.
     """
     token_seed = seed if token_seed is None else token_seed
     embeddings = net.embeddings()

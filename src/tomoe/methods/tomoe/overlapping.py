@@ -19,7 +19,7 @@ from torch import Tensor
 from tomoe.budget import mlp_params
 from tomoe.methods.tomoe.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
 from tomoe.methods.tomoe.network import MaskNetwork, per_layer
-from tomoe.methods.tomoe.projection import Projection, start_logits
+from tomoe.methods.tomoe.projection import Projection, initial_logits
 from tomoe.model.shape import ModelShape
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.allocation import Site, bisected, common_offset, common_widths, units_by_layer
@@ -53,15 +53,15 @@ class OverlappingNetwork(MaskNetwork):
         loss = torch.empty(len(self.layout.widths(s.mlp_size)), dtype=torch.float64)
         return OverlappingStart(torch.empty(n, s.hidden_size, device=device), ranks, loss)
 
-    def start_experts_(self, starts: Sequence[OverlappingStart], units: Sequence[int] | None, left: float) -> None:
-        """Start from carved experts with so many units in each layer; None: all layers share `left` parameters alike."""
+    def initialize_experts_(self, starts: Sequence[OverlappingStart], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with this many units in each layer; None: layers share `left` parameters equally."""
         s = self.shape
         equal = min(max(1, round(left / (s.num_layers * mlp_params(s, 1)))), s.mlp_size)
         widths = self.layout.widths(s.mlp_size)
         for i, start in enumerate(starts):
             width = equal if units is None else widths[units[i]]
             self.routers[i].weight.copy_(start.router_weight)
-            self.neurons[i].start_at_(start_logits(start.ranks, width, self.sampling.keep_bias))
+            self.neurons[i].initialize_(initial_logits(start.ranks, width, self.sampling.keep_bias))
 
     def sample_experts(
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
@@ -81,7 +81,7 @@ class OverlappingNetwork(MaskNetwork):
 
 @dataclass(eq=False)
 class SampledOverlapping:
-    """One layer in one step: masks that were drawn for all tokens, and a router that draws for each."""
+    """One layer in one step: masks drawn for all tokens, and a router that draws for each."""
 
     router: ExpertRouter
     neuron_masks: Float[Tensor, "N F"]
@@ -96,9 +96,9 @@ class SampledOverlapping:
 
 
 class ExtractedOverlapping:
-    """Every expert of a layer keeps the neurons with the largest logits, equally many."""
+    """Every expert of a layer keeps the same number of neurons, those with the largest logits."""
 
-    params = 0  # of MLPs whose width is settled already
+    params = 0  # of MLPs whose width is fixed
 
     def __init__(self, net: OverlappingNetwork, neuron_logits: Sequence[Float[Tensor, "N F"]]):
         self.shape, self.layout, self.keep_bias = net.shape, net.layout, net.sampling.keep_bias
@@ -106,7 +106,7 @@ class ExtractedOverlapping:
         self.widths = self.layout.widths(self.shape.mlp_size)
 
     def _kept(self, i: int, offset: float) -> Float[Tensor, " N"]:
-        """Neurons that sampling keeps on average in each expert of layer i, with `offset` added to every logit."""
+        """Count the neurons that sampling keeps on average in each expert of layer i, with `offset` added to every logit."""
         return keep_probability(self.neuron_logits[i] + offset, self.keep_bias).sum(-1)
 
     def _expected_units(self, i: int, offset: float) -> float:
@@ -121,7 +121,7 @@ class ExtractedOverlapping:
     def choose(
         self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
     ) -> list[tuple[int, list[int]]]:
-        """As for fine-grained experts; one width for all layers is content within `slack` parameters."""
+        """As for fine-grained experts; one width for all layers may be off by `slack` parameters."""
         if self.layout.uniform:
             width, dims = self._common_width(layers, offset, target, slack)
             return [(width, dims_of_layer) for dims_of_layer in dims]
@@ -158,7 +158,7 @@ class ExtractedOverlapping:
         return {"expert_masks": neurons}
 
     def notes(self, offset: float) -> dict[str, Any]:
-        """How many neurons sampling keeps in each expert; extraction gives all experts of a layer one width."""
+        """Record how many neurons sampling keeps in each expert; extraction gives all experts of a layer one width."""
         kept = [self._kept(i, offset).round().tolist() for i in range(self.shape.num_layers)]
         return {"expert_widths": [[int(n) for n in layer] for layer in kept]}
 
@@ -178,7 +178,7 @@ class OverlappingStart:
 
 
 def carve_overlapping(seen: Activations, num_experts: int, widths: Sequence[int], seed: int) -> OverlappingStart:
-    """Carve the experts of one layer. The weight of a token makes losses of layers comparable."""
+    """Carve the experts of one layer. Token weights make losses of layers comparable."""
     router = spherical_kmeans(seen.x_TD, num_experts, seed)
     logits = seen.x_TD @ router.T
     chosen_T, h_TF = logits.argmax(-1), seen.h_TF.float()

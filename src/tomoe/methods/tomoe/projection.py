@@ -1,4 +1,4 @@
-"""Embeddings of experts, mask logits from them, and the logits that a carved start begins with."""
+"""Embeddings of experts, mask logits computed from them, and the logits of a carved start."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Projection(nn.Module):
     def forward(self, embedding: Float[Tensor, "*m E"]) -> Float[Tensor, "*m size"]:
         return self.linear(F.gelu(self.norm(embedding))) + self.start
 
-    def start_at_(self, start: Float[Tensor, "*n size"]) -> None:
-        """Set the start; the learned difference to it is zero, so that step 0 is the carved plan itself."""
+    def initialize_(self, start: Float[Tensor, "*n size"]) -> None:
+        """Set the start and a learned difference of zero, so that step 0 is the carved plan itself."""
         self.start.copy_(start)
         self.linear.weight.zero_()
 
 
-def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
+def initial_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
     """Return mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
     size = ranks.shape[-1]
     quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size

@@ -1,4 +1,4 @@
-"""The basis of the values in which a cut of the last dims hurts least, from calibration text.
+"""The basis of the values in which pruning the last dims costs least, from calibration text.
 
 All heads of a layer share one mask of V/O dims, so every head has its most important direction at index 0.
 docs/lab/log.md compares the ways to choose the directions.
@@ -27,7 +27,7 @@ SMALLEST_SHARE = 1e-9
 def head_rotations(
     attended: Float[Tensor, "t H_C"], o_weight: Float[Tensor, "D H_C"], num_kv_heads: int, head_dim: int
 ) -> Float[Tensor, "G C C"]:
-    """Rotations of one layer from the input of its output projection on calibration tokens, in float32 on the CPU.
+    """Compute rotations of one layer from the input of its output projection on calibration tokens, in float32 on the CPU.
 
     With S = E[a a^T] of the attended values a and M = W_o^T W_o, both summed over the query heads of a group, dropping
     the dims in a projection P costs tr(P M P S). The directions are eigenvectors of the geometric mean of S and M, which
@@ -47,7 +47,7 @@ def head_rotations(
 
 
 def _along(directions: Float[Tensor, "G C C"], form: Float[Tensor, "G R C C"]) -> Float[Tensor, "G R C"]:
-    """The quadratic form at every direction."""
+    """Evaluate the quadratic form in every direction."""
     u = directions[:, None]
     return (u * (form @ u)).sum(-2)
 
@@ -69,8 +69,8 @@ def _power(a: Float[Tensor, "G C C"], exponent: float) -> Float[Tensor, "G C C"]
 def value_rotations(
     model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], on_progress: StageCallback = no_stage_progress
 ) -> list[Float[Tensor, "G C C"]]:
-    """The rotation of every layer from one pass over calibration text, with weights that are not packed; padding (mask 0)
-    does not count."""
+    """Compute the rotation of every layer in one pass over calibration text, with unpacked weights; padding (mask 0) does not
+    count."""
     s = shape_of(model)
     rotations: list[Tensor] = []
 

@@ -1,28 +1,28 @@
-"""Faster ways to run the experts, entered into the modeling file on import."""
+"""Faster backends, registered in the modeling file on import."""
 
 from torch import nn
 
 from tomoe.moe.kernels import gpu, inputs, linear, native, router
-from tomoe.moe.modeling_tomoe import Way, enter
+from tomoe.moe.modeling_tomoe import Backend, register
 
-enter(
+register(
     "experts",
-    native=Way(native.run_native, native.suits, native.obstacle),
-    few=Way(gpu.run_few, gpu.few_suits),
-    grouped=Way(gpu.run_grouped, gpu.grouped_suits),
+    native=Backend(native.run_native, native.supports, native.obstacle),
+    few=Backend(gpu.run_few, gpu.supports_few),
+    grouped=Backend(gpu.run_grouped, gpu.supports_grouped),
 )
-enter(
+register(
     "router logits",
-    native=Way(router.native_logits, router.native_suits),
-    precise=Way(router.precise_logits, router.precise_suits),
+    native=Backend(router.native_logits, router.supports_native),
+    precise=Backend(router.precise_logits, router.supports_precise),
 )
-enter("largest logits", native=Way(router.largest, router.finds_largest))
-enter("logits", native=Way(linear.product, linear.suits))
-enter("largest inputs", native=Way(inputs.largest, inputs.finds_largest, inputs.obstacle))
+register("largest logits", native=Backend(router.largest, router.finds_largest))
+register("logits", native=Backend(linear.product, linear.supports))
+register("largest inputs", native=Backend(inputs.largest, inputs.finds_largest, inputs.obstacle))
 
 
 def prepare(model: nn.Module) -> None:
-    """Have the linear layers of a loaded model that is to decode on a CPU run in kernels, where they can: as `tomoe.load` does.
+    """Run the linear layers of a loaded model in kernels, where possible, for decoding on a CPU; `tomoe.load` calls it.
 
     Projections whose tokens choose inputs get other memory, in which `weight` is not contiguous; beside experts, projections of
     attention run in a kernel. Call it after quantizers, adapters and hooks: layers with these stay as they are.

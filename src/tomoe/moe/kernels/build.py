@@ -1,4 +1,4 @@
-"""Compile a kernel for this processor at its first use, cache the library, load it."""
+"""Compile a kernel for this processor on first use, cache the library, load it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _reasons: dict[Path, str] = {}
 
 
 def why_missing(source: Path) -> str | None:
-    """Why there is no library of this C++ file, and what to do about it; None if there is one."""
+    """Say why there is no library of this C++ file, and what to do about it; None if there is one."""
     return None if load(source) is not None else _reasons.get(source)
 
 
 class Missing(Exception):
-    """There is no library; the message says why, and what to do about it."""
+    """There is no library; the message says why and what to do."""
 
 
 @cache
 def load(source: Path) -> ctypes.CDLL | None:
-    """The library compiled from a C++ file; None without a compiler, OpenMP or a cache folder, or if TOMOE_NATIVE=0.
+    """Load the library compiled from a C++ file; None without a compiler, OpenMP or cache folder, or if TOMOE_NATIVE=0.
 
     It is cached in `cache_folder()/kernels` under a hash of source, flags, compiler and processor, so that a stale one, or
     one for another machine, is never loaded; and neither is one that another user could have written.
@@ -97,7 +97,7 @@ def _compiled(source: Path) -> Path:
 
 
 def _compiler() -> list[str]:
-    """The command of the C++ compiler: the words of CXX, such as `ccache g++` or `g++ -O2`, or the first that is installed."""
+    """Return the command of the C++ compiler: the words of CXX, such as `ccache g++` or `g++ -O2`, or the first one installed."""
     cxx = os.environ.get("CXX", "").strip()
     if not cxx:
         found = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -117,8 +117,8 @@ def _compiler() -> list[str]:
 
 
 def function(library: ctypes.CDLL, name: str, arguments: Sequence[type[Any]], needs: str = "") -> Any:
-    """A compiled function, by the types of its arguments. With `needs`, what it takes memory for, it raises OutOfMemoryError
-    where it returns another number than 0."""
+    """Return a compiled function with these argument types. With `needs`, what it allocates memory for, it raises
+    OutOfMemoryError where it returns nonzero."""
 
     def check(failed: int, *_: Any) -> None:
         if failed:
@@ -132,7 +132,7 @@ def function(library: ctypes.CDLL, name: str, arguments: Sequence[type[Any]], ne
 
 
 def _processor() -> bytes:
-    """What `-march=native` depends on."""
+    """Describe what `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Fine-grained experts on a GPU, in PyTorch alone: for one token the rows that it needs, for many one grouped product.
+"""Fine-grained experts on a GPU in plain PyTorch: gathered rows for one token, a grouped matrix product for many.
 
 Both compute the same on a CPU, where `auto` never takes them. Letters as in the modelling file; S shared neurons.
 """
@@ -29,13 +29,13 @@ Activation = Callable[[Tensor], Tensor]
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
-def few_suits(mlp: ToMoEMLP, x: Tensor) -> bool:
-    """Whether `auto` is to take `few`, on CUDA for fine-grained experts."""
+def supports_few(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether `auto` takes `few`: on CUDA for fine-grained experts."""
     return _fine_on_cuda(mlp, x) and len(x) <= FEW_TOKENS and _share(mlp) <= MOST_FOR_FEW
 
 
-def grouped_suits(mlp: ToMoEMLP, x: Tensor) -> bool:
-    """Whether `auto` is to take `grouped`, on CUDA for fine-grained experts."""
+def supports_grouped(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether `auto` takes `grouped`: on CUDA for fine-grained experts."""
     if not _fine_on_cuda(mlp, x) or x.dtype != torch.bfloat16 or not _divides(mlp):
         return False
     wide = mlp.expert_rows.shape[1] >= WIDE and _share(mlp) <= MOST_FOR_GROUPED
@@ -51,15 +51,15 @@ def _share(mlp: ToMoEMLP) -> float:
 
 
 def _divides(mlp: ToMoEMLP) -> bool:
-    """Whether experts stand one after the other, and their sizes suit the grouped product."""
+    """Whether experts are contiguous and their sizes fit the grouped matrix product."""
     return (
         mlp.fine and mlp.expert_rows.shape[1] % GROUPED_MULTIPLE == 0 and mlp.up_proj.shape[1] % GROUPED_MULTIPLE == 0
     )
 
 
 def run_few(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """Each token reads the shared rows and those of its experts, which are contiguous; on CUDA in compiled kernels that
-    make no copy of them. `masked` where experts overlap, or the activation is an unknown one."""
+    """Read the shared rows and the contiguous rows of each token's experts; on CUDA in compiled kernels that do not copy them.
+    `masked` for overlapping experts or an unknown activation."""
     if not mlp.fine:
         return run_masked(mlp, x, expert_ids)
     weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias
@@ -76,7 +76,7 @@ def run_few(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 
 @cache
 def compiled(tokens: int, top_k: int) -> Callable[..., Tensor]:
-    """`few` for one size of the expert ids, which may differ from layer to layer."""
+    """Compile `few` for one size of the expert ids, which may differ between layers."""
     # PyTorch compiles one function for no more than eight sizes, and then runs it as it is: so each has a copy.
     return torch.compile(FunctionType(few.__code__.replace(), few.__globals__), dynamic=False)
 
@@ -84,8 +84,8 @@ def compiled(tokens: int, top_k: int) -> Callable[..., Tensor]:
 def few(
     x: Tensor, expert_ids: Tensor, weights: tuple[Any, ...], shared: int, num_experts: int, activation: Activation
 ) -> Tensor:
-    """The experts of x [T, D] by gathered rows [T, k, W, D]: products that a compiler fuses with their gathering. Weights are
-    those of gate (or None), up and down, and the biases of gate and up (or None)."""
+    """Compute the experts of x [T, D] from gathered rows [T, k, W, D]; a compiler fuses gathering and products. Weights are those
+    of gate (or None), up and down, and the biases of gate and up (or None)."""
     gate, up, down, gate_bias, up_bias = weights
 
     def split(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,9 +113,9 @@ def few(
 
 
 def run_grouped(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """Tokens sorted by expert meet all experts in one grouped product, and the host never waits for how many each got.
+    """Sort tokens by expert and run all experts in one grouped matrix product; the host waits for no counts.
 
-    `masked` where experts overlap or their sizes do not suit the product, and in float64.
+    `masked` for overlapping experts or sizes that do not fit, and in float64.
     """
     if not (len(x) and _divides(mlp)) or x.dtype == torch.float64:
         return run_masked(mlp, x, expert_ids)

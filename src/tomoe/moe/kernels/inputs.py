@@ -1,4 +1,4 @@
-"""The inputs that tokens choose, and projections that read the columns of these and no others.
+"""The inputs that tokens choose, and projections that read only the columns of these.
 
 For the latter a projection's matrix lies input after input in memory (`prepare_`), as that of an image does in `channels_last`:
 shape, values and what writes to it stay what they are. One that something has laid otherwise is multiplied by PyTorch.
@@ -27,19 +27,19 @@ UNPREPARED = "it was loaded by transformers alone; load it by `tomoe.load`, or g
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], norms are [D].
 def finds_largest(x: Tensor, norms: Tensor, count: int) -> bool:
-    """Whether the kernel can find the largest inputs: on a CPU, in a dtype that it knows."""
+    """Whether the kernel can find the largest inputs: on a CPU, in a supported dtype."""
     if torch.compiler.is_compiling() or not x.is_cpu or x.dtype not in DTYPES or not x.numel():
         return False
     return kernel() is not None
 
 
 def obstacle(x: Tensor, norms: Tensor, count: int) -> str | None:
-    """What a user could change, so that the kernel read the columns of the largest inputs alone; None if there is nothing."""
+    """Say what a user could change so that the kernel reads only the columns of the largest inputs; None if nothing."""
     return obstacle_of(SOURCE, kernel() is not None, x, x) or UNPREPARED
 
 
 def largest(x: Tensor, norms: Tensor, count: int) -> Tensor:
-    """x with zeros in place of all numbers but the largest of each token, by the kernel. A gradient flows through these."""
+    """Zero all entries of x but the largest of each token, in the kernel. Gradients flow through these."""
     found = kernel()
     assert found is not None
     kept = found.keep(x.detach(), norms.float(), count)
@@ -51,7 +51,7 @@ def largest(x: Tensor, norms: Tensor, count: int) -> Tensor:
 
 
 class InputsLinear(nn.Linear):
-    """A linear layer whose weight lies input after input in memory, and whose tokens choose their inputs."""
+    """A linear layer whose weight is stored column by column, and whose tokens choose their inputs."""
 
     choice: Choice  # the layer's, not a module of this one
 
@@ -60,7 +60,7 @@ class InputsLinear(nn.Linear):
 
 
 class InputsConv1D(Conv1D):
-    """The same of the other kind of linear layer, whose weight always lies so."""
+    """The same for Conv1D, whose weight is always stored this way."""
 
     choice: Choice
 
@@ -69,8 +69,8 @@ class InputsConv1D(Conv1D):
 
 
 def prepare_(model: nn.Module) -> None:
-    """Let the projections of a loaded model whose tokens choose inputs run in the kernel, where it can. Not when the model is
-    made: quantizers look for PyTorch's own class."""
+    """Run projections whose tokens choose inputs in the kernel, where possible. Not at construction: quantizers look for
+    PyTorch's own class."""
     names = {module: name for name, module in model.named_modules()}
     for choice, projections in getattr(model, "choices", tuple)():
         for projection in projections:
@@ -79,7 +79,7 @@ def prepare_(model: nn.Module) -> None:
 
 
 def _can_lie_by_inputs(projection: nn.Module, choice: Choice) -> bool:
-    """Whether a projection is nothing but a linear layer of weights in this memory, before which its tokens choose."""
+    """Whether a projection is a plain linear layer whose weights may be stored by columns and whose tokens choose."""
     if type(projection) not in (nn.Linear, Conv1D) or hooks_of(projection) != [choice.before]:
         return False
     weight: Any = projection.weight
@@ -104,7 +104,7 @@ def _by_inputs(projection: Any, choice: Choice) -> nn.Module:
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., n].
 def product(projection: Any, x: Tensor) -> Tensor:
-    """What a projection gives whose tokens choose their inputs: by the kernel for a few of them."""
+    """Compute a projection whose tokens choose their inputs, in the kernel for a few tokens."""
     choice: Choice = projection.choice
     rows = kernel_rows(projection, x)
     if rows is not None:
@@ -122,7 +122,7 @@ def product(projection: Any, x: Tensor) -> Tensor:
 
 
 def kernel_rows(projection: Any, x: Tensor) -> Tensor | None:
-    """The matrix [D, n], if the kernel can multiply x by it now, and it is not more tokens than it is for."""
+    """Return the matrix [D, n] if the kernel can multiply x by it now, and x has few enough tokens."""
     if not (few(x) and x.is_cpu and x.dtype in DTYPES and x.numel()):
         return None
     weight, bias = projection._parameters.get("weight"), projection.bias
@@ -140,8 +140,8 @@ SCHEMA = "(Tensor x, Tensor norms, Tensor weight, Tensor? bias, int count) -> Te
 
 @torch.library.custom_op("tomoe::inputs", mutates_args=(), schema=SCHEMA)
 def inputs(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """The kernel as a PyTorch operator, for graphs; weight [n, D], which it reads by columns where they are rows in memory.
-    Raises RuntimeError if it could not be compiled."""
+    """The kernel as a PyTorch operator, for graphs; weight [n, D], read by columns, which are contiguous in memory. Raises
+    RuntimeError if it could not be compiled."""
     columns, found = weight.t(), kernel()
     if columns.stride(1) != 1:
         return F.linear(chosen_inputs(x, norms, count), weight, bias)
@@ -163,7 +163,7 @@ def available() -> bool:
 
 @cache
 def kernel() -> Kernel | None:
-    """The compiled functions; None if they cannot be compiled or compute something else than PyTorch on this machine."""
+    """The compiled functions; None if they do not compile or disagree with PyTorch on this machine."""
     library = load(SOURCE)
     if library is None:
         return None
@@ -187,14 +187,14 @@ class Kernel:
         )
 
     def keep(self, x: Tensor, norms: Tensor, count: int) -> Tensor:
-        """x [.., D] with zeros in place of all numbers but the `count` largest of each token."""
+        """Zero all entries of x [.., D] but the `count` largest of each token."""
         x = x.contiguous()
         y = torch.empty_like(x)
         self._keep(*_tokens(x, norms, count), y.data_ptr(), torch.get_num_threads())
         return y
 
     def product(self, x: Tensor, norms: Tensor, rows: Tensor, bias: Tensor | None, count: int) -> Tensor:
-        """y [.., n] of at most four tokens x [.., D], a matrix [D, n] whose rows lie in one piece each, and a bias [n]."""
+        """Compute y [.., n] from at most four tokens x [.., D], a matrix [D, n] with contiguous rows, and a bias [n]."""
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], rows.shape[1])
         matrix = rows.data_ptr(), rows.stride(0), rows.shape[1], None if bias is None else bias.data_ptr()
@@ -208,7 +208,7 @@ def _tokens(x: Tensor, norms: Tensor, count: int) -> tuple[int, ...]:
 
 
 def _agrees_with_pytorch(found: Kernel, dtype: torch.dtype, tokens: int) -> bool:
-    """Compare what the compiler made of the source with PyTorch: 70 of 150 inputs, 107 outputs and a bias."""
+    """Compare the compiled kernel with PyTorch: 70 of 150 inputs, 107 outputs and a bias."""
     width, columns, count = 150, 107, 70
     sizes = ((tokens, width, 977), (width, columns, 1009), (1, columns, 1511))
     x, weight, bias = (trial(*size).to(dtype) for size in sizes)

@@ -1,4 +1,4 @@
-"""Linear layers times a few tokens: the output matrix, and beside experts the projections of attention."""
+"""Linear layers for a few tokens: the output matrix and, beside experts, the projections of attention."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tomoe.moe.modeling_tomoe import FEW_TOKENS, few, learns
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
-def suits(module: Any, x: Tensor) -> bool:
-    """Whether the kernel can compute a linear layer, and was faster than PyTorch on such a processor."""
+def supports(module: Any, x: Tensor) -> bool:
+    """Whether the kernel can compute a linear layer and was faster than PyTorch on this kind of processor."""
     if torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16") or not (x.numel() and few(x)):
         return False
     # nothing but a linear layer: not one that something was added to, or whose weight only looks like a tensor
@@ -30,15 +30,15 @@ def suits(module: Any, x: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """A linear layer that a few tokens meet in the kernel. A class, so that one graph of torch.compile serves all layers."""
+    """A linear layer that runs in the kernel for a few tokens. A class, so that one torch.compile graph serves all layers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(self, x) if suits(self, x) else super().forward(x)
+        return product(self, x) if supports(self, x) else super().forward(x)
 
 
 def prepare_(model: nn.Module) -> None:
-    """Let attention's projections of a loaded model of experts be such layers; what routers choose stays as it is. Not when
-    it is made: quantizers look for PyTorch's own class."""
+    """Run the attention projections of a loaded model with experts in the kernel; routers are left alone. Not at construction:
+    quantizers look for PyTorch's own class."""
     mlps: list[nn.Module] = getattr(model, "mlps", list)()
     for name, module in list(model.named_modules()) if mlps else ():
         if type(module) is nn.Linear and name.endswith("_proj") and "router" not in name and not hooks_of(module):
@@ -48,13 +48,13 @@ def prepare_(model: nn.Module) -> None:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """What others have a module do before and after its forward pass, and would be lost with it."""
+    """Return the hooks that others registered on a module, which would be lost with it."""
     own = [module._hf_hook] if hasattr(module, "_hf_hook") else []
     return [*own, *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def product(module: nn.Linear, x: Tensor) -> Tensor:
-    """The layer by the kernel, with sums in float32."""
+    """Compute the layer in the kernel, with float32 sums."""
     multiply = multiplier()
     assert multiply is not None, "the native kernel is missing"
     y = multiply(x, module.weight)
@@ -66,7 +66,7 @@ Multiplier = Callable[[Tensor, Tensor], Tensor]
 
 @cache
 def multiplier() -> Multiplier | None:
-    """The compiled product of x [.., D] and weight [V, D] in bfloat16; None if it is missing or not PyTorch's."""
+    """The compiled product of x [.., D] and weight [V, D] in bfloat16; None if it is missing or disagrees with PyTorch."""
     library = load(SOURCE) if kernel() else None
     if library is None:
         return None
@@ -84,7 +84,7 @@ def multiplier() -> Multiplier | None:
 
 
 def _agrees_with_pytorch(multiply: Multiplier, tokens: int) -> bool:
-    """Compare what the compiler made of the source with PyTorch: 70 dims, 37 rows."""
+    """Compare the compiled kernel with PyTorch: 70 dims, 37 rows."""
     x, weight = (trial(n, 70, seed).bfloat16() for n, seed in ((tokens, 977), (37, 1009)))
     meant = F.linear(x.float(), weight.float())
     return bool((multiply(x, weight).float() - meant).abs().max() <= 1e-2 * meant.abs().max())

@@ -1,4 +1,4 @@
-"""Experts on the CPU in one pass over the shared rows: each row that some token needs is read once for the whole batch."""
+"""Experts on the CPU in one pass over the shared rows: each row that some token needs is read once per batch."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ MATRIX_DIMS = 32  # the kernel takes this many dims at once to such a product
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
 
 
-class Way(IntEnum):
-    """How the kernel runs experts: row after row of the weights, or in products of tiles (bfloat16)."""
+class Algorithm(IntEnum):
+    """How the kernel runs experts: row by row, or in matrix products of tiles (bfloat16)."""
 
     ROWS = 0
     MATRIX = 1
 
 
-# Tokens whose activations are kept at once, by whether experts are fine-grained, and by the way.
+# Tokens whose activations are kept at once, by whether experts are fine-grained, and by the algorithm.
 AT_ONCE = {
-    False: dict.fromkeys(Way, 256 if PROCESSOR.get("avx512_f") else 128),
-    True: {Way.ROWS: 1024, Way.MATRIX: 512},
+    False: dict.fromkeys(Algorithm, 256 if PROCESSOR.get("avx512_f") else 128),
+    True: {Algorithm.ROWS: 1024, Algorithm.MATRIX: 512},
 }
 
 
 def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
-    """A number for each neuron: where experts overlap, bit e says that expert e has it; of fine-grained experts 1 + its
-    expert, or 0 if all tokens use it."""
+    """Encode the experts of each neuron: for overlapping experts bit e means expert e; for fine-grained ones 1 + its expert, or 0
+    if all tokens use it."""
     members = torch.zeros(union, dtype=torch.long)
     if fine:
         members[expert_rows.long()] = 1 + torch.arange(len(expert_rows))[:, None]
@@ -58,20 +58,20 @@ def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[T
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
-def suits(mlp: ToMoEMLP, x: Tensor) -> bool:
-    """Whether `auto` is to take native: wherever it can run and is not slower than the dense MLP."""
+def supports(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether `auto` takes native: wherever it can run and is not slower than the dense MLP."""
     # A processor beside another device has no say in what that one runs.
     if x.device.type != "cpu" or not len(x):
         return False
-    return fastest_way(len(x), x.shape[1], x.dtype) is not None and fits(mlp, x)
+    return fastest_algorithm(len(x), x.shape[1], x.dtype) is not None and fits(mlp, x)
 
 
-def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
-    """Which way was the fastest on such a processor; None if the dense MLP was."""
+def fastest_algorithm(tokens: int, size: int, dtype: torch.dtype) -> Algorithm | None:
+    """Return the algorithm that was fastest on this kind of processor; None if the dense MLP was."""
     if dtype != torch.bfloat16 or not PROCESSOR.get("amx_bf16") or tokens < MATRIX_TOKENS:
-        return Way.ROWS
+        return Algorithm.ROWS
     # PyTorch multiplies matrices by the units, too, so row after row is slower than all neurons.
-    return Way.MATRIX if size % MATRIX_DIMS == 0 and has_matrix_units() else None
+    return Algorithm.MATRIX if size % MATRIX_DIMS == 0 and has_matrix_units() else None
 
 
 def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
@@ -84,14 +84,14 @@ def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
 
 
 def obstacle(mlp: ToMoEMLP, x: Tensor) -> str | None:
-    """What a user could change, so that the kernel ran this on a CPU; None if there is nothing."""
+    """Say what a user could change so that the kernel runs this on a CPU; None if nothing."""
     if learns(x, mlp.parameters()) or not len(x):
         return None
     return obstacle_of(SOURCE, kernel() is not None, x, mlp.up_proj)
 
 
 def obstacle_of(source: Path, works: bool, x: Tensor, weight: Tensor) -> str | None:
-    """What keeps a compiled kernel, which works or does not, from this input and weight; None if nothing does."""
+    """Say what keeps a compiled kernel, working or not, from this input and weight; None if nothing does."""
     if not works:
         return why_missing(source) or "on this machine the kernel computes something else than PyTorch"
     if x.dtype not in DTYPES or weight.dtype != x.dtype:
@@ -103,12 +103,12 @@ def obstacle_of(source: Path, works: bool, x: Tensor, weight: Tensor) -> str | N
 # Evaluated once while compiling, because what it does would break the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def working_kind(mlp: ToMoEMLP) -> int | None:
-    """The number of the MLP's activation, or None if the kernel does not know it or could not be compiled."""
+    """Return the number of the MLP's activation; None if the kernel does not support it or did not compile."""
     return None if kernel() is None else activation_kind(mlp)
 
 
 def activation_kind(mlp: ToMoEMLP) -> int | None:
-    """Which of ACTIVATIONS the MLP uses, judged by what it computes; None if it is another one, or has parameters."""
+    """Return which of ACTIVATIONS the MLP uses, judged by its outputs; None for another one, or with parameters."""
     return keep(mlp._cache, "activation", mlp.activation, lambda: _recognized(mlp.activation))
 
 
@@ -120,16 +120,16 @@ def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
     return next((i for i, act in enumerate(ACTIVATIONS) if torch.allclose(values, act(probe), atol=2e-6)), None)
 
 
-def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, way: Way | None = None) -> Tensor:
-    """All experts in one call of the compiled kernel, the fastest way if none is given; `masked` if it cannot run this."""
+def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, algorithm: Algorithm | None = None) -> Tensor:
+    """Run all experts in one kernel call, with the fastest algorithm if none is given; `masked` if unsupported."""
     kind = working_kind(mlp) if len(x) and fits(mlp, x) else None
     if kind is None:
         return run_masked(mlp, x, expert_ids)
-    if way is None:
-        way = fastest_way(len(x), x.shape[1], x.dtype) or Way.ROWS
+    if algorithm is None:
+        algorithm = fastest_algorithm(len(x), x.shape[1], x.dtype) or Algorithm.ROWS
     weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
     run: Callable[..., Tensor] = experts if torch.compiler.is_compiling() else run_experts
-    return run(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, way)
+    return run(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, algorithm)
 
 
 def run_experts(
@@ -143,17 +143,17 @@ def run_experts(
     up_bias: Tensor | None,
     kind: int,
     fine: bool,
-    way: int,
+    algorithm: int,
 ) -> Float[Tensor, "T D"]:
-    """Run the kernel on a chunk of the tokens at a time. Raises RuntimeError if it could not be compiled."""
+    """Run the kernel on chunks of the tokens. Raises RuntimeError if it could not be compiled."""
     run = kernel()
     if run is None:
         raise RuntimeError(
             "the native kernel is missing (no C++ compiler, or TOMOE_NATIVE=0); run torch.compile on the model again"
         )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    rest = (_members_of(expert_rows, len(up), fine), (gate, up, down, gate_bias, up_bias), kind, fine, way)
-    most = AT_ONCE[fine][Way(way)]
+    rest = (_members_of(expert_rows, len(up), fine), (gate, up, down, gate_bias, up_bias), kind, fine, algorithm)
+    most = AT_ONCE[fine][Algorithm(algorithm)]
     if len(x) <= most:
         return run(x, expert_ids, *rest)
     y = torch.empty_like(x)
@@ -166,7 +166,7 @@ def run_experts(
 
 SCHEMA = (
     "(Tensor x, Tensor expert_ids, Tensor expert_rows, Tensor? gate, Tensor up, Tensor down, "
-    "Tensor? gate_bias, Tensor? up_bias, int kind, bool fine, int way) -> Tensor"
+    "Tensor? gate_bias, Tensor? up_bias, int kind, bool fine, int algorithm) -> Tensor"
 )
 # The kernel as a PyTorch operator, for graphs.
 experts = torch.library.custom_op("tomoe::experts", run_experts, mutates_args=(), schema=SCHEMA)
@@ -181,7 +181,7 @@ _members = WeakTensorKeyDictionary()
 
 
 def _members_of(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
-    """The number of each neuron, kept for a tensor until its numbers change."""
+    """Return the encoded membership of each neuron, cached until the tensor changes."""
     kept = _members.setdefault(expert_rows, {})
     return cast(Tensor, keep(kept, f"{union} {fine}", expert_rows, lambda: membership(expert_rows, union, fine)))
 
@@ -191,15 +191,15 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool, i
 
 @cache
 def kernel() -> Kernel | None:
-    """The compiled function; None if it cannot be compiled or computes something else than PyTorch on this machine."""
+    """The compiled function; None if it does not compile or disagrees with PyTorch on this machine."""
     library = load(SOURCE)
     if library is None:
         return None
     run = _typed(library)
-    ways = [(dtype, Way.ROWS) for dtype in DTYPES]
+    algorithms = [(dtype, Algorithm.ROWS) for dtype in DTYPES]
     if _tiles() == MATRIX_UNITS:
-        ways.append((torch.bfloat16, Way.MATRIX))
-    if not all(_agrees_with_pytorch(run, dtype, fine, way) for dtype, way in ways for fine in (False, True)):
+        algorithms.append((torch.bfloat16, Algorithm.MATRIX))
+    if not all(_agrees_with_pytorch(run, dtype, fine, how) for dtype, how in algorithms for fine in (False, True)):
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
@@ -210,7 +210,7 @@ MATRIX_UNITS = 2  # what the compiled `tomoe_tiles` returns where matrix units m
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_matrix_units() -> bool:
-    """Whether the kernel multiplies tiles by the processor's matrix units, and right."""
+    """Whether the kernel multiplies tiles by the processor's matrix units, with correct results."""
     return kernel() is not None and _tiles() == MATRIX_UNITS
 
 
@@ -231,13 +231,13 @@ def _typed(library: ctypes.CDLL) -> Kernel:
         weights: Sequence[Tensor | None],
         kind: int,
         fine: bool,
-        way: int,
+        algorithm: int,
     ) -> Tensor:
         y = torch.empty_like(x)
         compiled(
             x.dtype == torch.bfloat16,
             fine,
-            way,
+            algorithm,
             x.data_ptr(),
             expert_ids.data_ptr(),
             expert_ids.shape[1],
@@ -255,20 +255,20 @@ def _typed(library: ctypes.CDLL) -> Kernel:
 
 
 def trial(rows: int, size: int, seed: int) -> Float[Tensor, "rows size"]:
-    """Numbers to try a kernel with."""
+    """Return deterministic numbers to test a kernel with."""
     return torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size)
 
 
-def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, way: Way) -> bool:
-    """Compare what the compiler made of the source with PyTorch: 37 tokens of 70 or 96 dims, 40 neurons in three experts."""
-    tokens, size, union = 37, 70 if way == Way.ROWS else 96, 40
+def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, algorithm: Algorithm) -> bool:
+    """Compare the compiled kernel with PyTorch: 37 tokens of 70 or 96 dims, 40 neurons in three experts."""
+    tokens, size, union = 37, 70 if algorithm == Algorithm.ROWS else 96, 40
     x, gate, up, down = (
         trial(rows, size, seed).to(dtype) for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
     expert_ids, neurons = torch.arange(tokens) % 3, torch.arange(union)
     masks = torch.stack([neurons % 4 == 1 + e if fine else (neurons >> e & 1).bool() for e in range(3)])
     members = membership(torch.stack([mask.nonzero().squeeze(1) for mask in masks]), union, fine)
-    y = run(x, expert_ids[:, None], members, (gate, up, down, None, None), 0, fine, way)
+    y = run(x, expert_ids[:, None], members, (gate, up, down, None, None), 0, fine, algorithm)
     used = masks[expert_ids] | (neurons % 4 == 0) if fine else masks[expert_ids]
     h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * used
     expected = h @ down.float()

@@ -1,4 +1,4 @@
-"""What the MLPs of a dense model read and give on calibration tokens: one pass of the model, one layer in memory at a time.
+"""Inputs, activations and outputs of a dense model's MLPs on calibration tokens: one pass, one layer in memory at a time.
 
 Shapes, and the letters at the ends of names: T tokens, D hidden size, F neurons of an MLP.
 """
@@ -24,7 +24,7 @@ from tomoe.progress import StageCallback, no_stage_progress
 
 @dataclass(frozen=True)
 class Activations:
-    """The MLP of one layer on T calibration tokens, none of which is padding."""
+    """The MLP of one layer on T calibration tokens, without padding."""
 
     mlp: Mlp
     """Its projections (`gate`, `up`, `down`, each with `weight` [out, in] and `bias`) and its `activation`."""
@@ -40,12 +40,12 @@ class Activations:
     """The number of the sequence that each token is from."""
 
     def energy_TF(self, neurons: Int[Tensor, " n"] | slice = slice(None)) -> Float[Tensor, "T n"]:
-        """Squared length of what each neuron adds to the output of each token, weighted by `weight_T`."""
+        """Squared length of each neuron's contribution to the output of each token, weighted by `weight_T`."""
         norms_F = self.down_DF.norm(dim=0)
         return (self.h_TF[:, neurons] * norms_F[neurons]).square_().mul_(self.weight_T[:, None])
 
     def gate_TF(self) -> Float[Tensor, "T F"]:
-        """act(gate x), or act(up x) of an MLP without a gate, float32."""
+        """act(gate x), or act(up x) without a gate, in float32."""
         projection = self.mlp.gate or self.mlp.up
         bias = projection.bias
         gate_TF = nn.functional.linear(self.x_TD, projection.weight.float(), None if bias is None else bias.float())
@@ -53,7 +53,7 @@ class Activations:
 
 
 def real_tokens(t: Float[Tensor, "*BS n"], valid: Bool[Tensor, " BS"] | None) -> Float[Tensor, "T n"]:
-    """Flatten over tokens and leave padding out; without any (None) nothing is copied."""
+    """Flatten over tokens and drop padding; without any (None) nothing is copied."""
     tokens = t.flatten(0, -2)
     return tokens if valid is None else tokens[valid]
 
@@ -108,14 +108,14 @@ def visit_layers(
 
 
 def _owner(i: int) -> int:
-    """The process that visits layer i: all of them run the text, but a visit may take long, so they divide them."""
+    """Return the process that visits layer i: all processes run the text, and divide the visits, which may be slow."""
     return i % distributed.world_size()
 
 
 def _mlp_hooks(
     mlp: Mlp, valid: Bool[Tensor, " BS"] | None, seen: Callable[[dict[str, Tensor]], None]
 ) -> Iterator[RemovableHandle]:
-    """Record what the parts of a layer read and give; `seen` gets it as soon as the layer has run."""
+    """Record inputs and outputs of the parts of a layer; `seen` receives them as soon as the layer has run."""
     activations: dict[str, Tensor] = {}
 
     def record_weight(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

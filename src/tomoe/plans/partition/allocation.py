@@ -1,4 +1,4 @@
-"""Who gets how many units: layers of a carved start, and all the widths of a plan. A unit is the step that a width grows by."""
+"""How many units each layer of a carved start, or each width of a plan, gets. A unit is the step of a width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tomoe.errors import UserError
 
 
 def allocate(losses: Sequence[Float[Tensor, " n1"]], params: Sequence[int], budget: float) -> list[int]:
-    """Return the units of every layer: each goes where it saves most error, until the budget is spent.
+    """Allocate units to layers, each where it saves most error, until the budget is spent.
 
     `losses` are the errors of each layer with 0, 1, .. units, `params` the parameters of so many units of any layer.
     """
@@ -41,8 +41,8 @@ def allocate(losses: Sequence[Float[Tensor, " n1"]], params: Sequence[int], budg
     return units
 
 
-def evened(units: Sequence[int], most: int) -> list[int]:
-    """Return as many units in all, equally many, up to one, for the layers that have fewer than `most`; the first get it."""
+def spread_evenly(units: Sequence[int], most: int) -> list[int]:
+    """Redistribute the units of layers below `most` evenly (to within one; the first layers get the remainder)."""
     others = [i for i, n in enumerate(units) if n < most]
     if not others:
         return list(units)
@@ -52,7 +52,7 @@ def evened(units: Sequence[int], most: int) -> list[int]:
 
 
 def common_widths(mean: float, multiple: int, most: int) -> Iterator[int]:
-    """Widths next to `mean`, the nearest first: multiples of `multiple`, then of its half, its quarter and so on, down to 1."""
+    """Yield widths near `mean`, the nearest first: multiples of `multiple`, then of its half, its quarter, down to 1."""
     while multiple:
         below = int(mean // multiple) * multiple
         yield from sorted({min(max(w, 1), most) for w in (below, below + multiple)}, key=lambda w: abs(w - mean))
@@ -60,7 +60,7 @@ def common_widths(mean: float, multiple: int, most: int) -> Iterator[int]:
 
 
 def bisected(low: float, high: float, steps: int, too_low: Callable[[float], bool]) -> float:
-    """The number between two others from which on it is no longer too low."""
+    """Bisect for the smallest value that is high enough."""
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if too_low(middle) else (low, middle)
@@ -69,7 +69,7 @@ def bisected(low: float, high: float, steps: int, too_low: Callable[[float], boo
 
 @dataclass(frozen=True)
 class Site:
-    """One width that extraction chooses, counted in units (a multiple of neurons, a Q/K choice, a V/O dim)."""
+    """One width that extraction chooses, in units (a multiple of neurons, a Q/K choice, a V/O dim)."""
 
     expected_units: Callable[[float], float]  # units that sampling would keep on average at a common logit offset
     params: Callable[[int], int]  # parameters of a number of units
@@ -79,7 +79,7 @@ class Site:
         return min(max(self.expected_units(offset), 1.0), float(self.max_units))
 
     def expected_params(self, offset: float) -> float:
-        """Interpolate `params` between whole units."""
+        """Interpolate `params` between integer units."""
         units = self.clipped_units(offset)
         low = int(units)
         high = min(low + 1, self.max_units)
@@ -87,8 +87,8 @@ class Site:
 
 
 def common_offset(sites: Sequence[Site], target: int) -> float:
-    """Find the logit offset at which all sites together are expected to have `target` parameters. Raises UserError if even
-    the smallest widths cost more."""
+    """Find the logit offset at which all sites together have `target` expected parameters. Raises UserError if even the smallest
+    widths cost more."""
     least = sum(site.params(1) for site in sites)
     if least > target:
         raise UserError(
@@ -99,7 +99,7 @@ def common_offset(sites: Sequence[Site], target: int) -> float:
 
 
 def whole_units(sites: Sequence[Site], offset: float, target: int) -> list[int]:
-    """Round the expected units of every site at `offset`, so that their parameters come as near to `target` as possible."""
+    """Round the expected units of every site at `offset` so that the parameters come nearest to `target`."""
     expected = [site.clipped_units(offset) for site in sites]
     units = [int(n) for n in expected]
     total = sum(site.params(n) for site, n in zip(sites, units, strict=True))

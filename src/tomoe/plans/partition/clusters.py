@@ -1,4 +1,4 @@
-"""Clusters of tokens, and of neurons in clusters of one size."""
+"""Clusters of tokens, and clusters of neurons of equal size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CLUSTER_STEPS, KMEANS_STEPS = 8, 20
 
 
 def balanced_assignment(scores: Float[Tensor, "n N"], size: int | Sequence[int]) -> Int[Tensor, " n"]:
-    """Assign each row to a column of high score, `size` rows to a column (one number, or one for each); those that lose most by
-    another go first."""
+    """Assign each row to a column of high score, `size` rows per column (one number, or one each); rows with the most to lose go
+    first."""
     best = scores.topk(min(2, scores.shape[1]), dim=1).values
     order = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True)
     # on the CPU, in numpy: row by row a GPU would be waited for
@@ -33,7 +33,7 @@ def balanced_assignment(scores: Float[Tensor, "n N"], size: int | Sequence[int])
 
 
 def optimal_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
-    """Assign each row to a column, at most `size` rows to a column, so that the sum of the scores is the largest there is.
+    """Assign each row to a column, at most `size` rows per column, with the largest sum of scores.
 
     Row after row joins, along the moves of rows from column to column that lose least. For few columns this takes the memory of
     the scores, where a general solver of assignments copies each column `size` times.
@@ -71,7 +71,7 @@ def optimal_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, "
 
 
 def balanced_clusters(x: Float[Tensor, "n t"], num_clusters: int, seed: int) -> Int[Tensor, " n"]:
-    """Cluster rows by cosine (around their mean) into clusters of one size."""
+    """Cluster rows by cosine (around their mean) into clusters of equal size."""
     x = F.normalize(x - x.mean(0), dim=1)
     generator = torch.Generator(x.device).manual_seed(seed)
     centroids = x[torch.randperm(len(x), generator=generator, device=x.device)[:num_clusters]]

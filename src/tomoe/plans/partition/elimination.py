@@ -1,4 +1,4 @@
-"""Which neurons the output of an MLP misses least: the error of dropping some, and an order to drop them in."""
+"""Which neurons the output of an MLP needs least: the error of dropping some, and an order to drop them in."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ROWS = 1024  # of a matrix of all neurons that are compared at once
 def error_matrix(
     h: Float[Tensor, "T F"], weight: Float[Tensor, " T"], down_gram: Float[Tensor, "F F"], tokens: int
 ) -> Float[Tensor, "F F"]:
-    """E for which s^T E s is the squared error of dropping the neurons s (0/1), summed over T tokens with their weights, over
-    `tokens`; `down_gram` is down^T down. Its diagonal is the error of dropping one neuron alone."""
+    """Return E such that s^T E s is the squared error of dropping the neurons s (0/1), summed over T tokens with their weights,
+    divided by `tokens`; `down_gram` is down^T down. Its diagonal is the error of dropping one neuron alone."""
     h = h * weight.sqrt()[:, None]
     # in place: with 11,008 neurons such a matrix takes half a GB
     return (h.T @ h).mul_(down_gram).div_(tokens)
 
 
 def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
-    """Order dims whose joint loss is the quadratic form s^T `error` s of the dropped set s: always the one goes that adds least.
+    """Order dims whose joint loss is the quadratic form s^T `error` s of the dropped set s, always dropping the cheapest.
 
     Returns ranks (0 is dropped last) and the loss with 0, 1, .. F dims kept.
     """
@@ -42,7 +42,7 @@ def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"]
 
 
 def ranked_by_energy(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
-    """The same by the loss of each dim alone, the smallest first; the losses are those of all dropped dims together."""
+    """Order dims by the loss of each alone; the returned losses are those of all dropped dims together."""
     ranks = error.diagonal().argsort(descending=True, stable=True).argsort()
     # what a dim adds to the loss of those that went before it; some rows at a time, as the matrix may take half a GB
     pieces = zip(error.split(ROWS), ranks.split(ROWS), strict=True)
@@ -53,13 +53,13 @@ def ranked_by_energy(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Fl
 
 
 def elimination_operations(shape: ModelShape, tokens: int) -> float:
-    """Operations of two Gram matrices of the neurons of one layer, and of their elimination one by one."""
+    """Count operations of two Gram matrices of one layer's neurons, and of their elimination."""
     return 2 * shape.mlp_size**2 * (tokens + shape.hidden_size + shape.mlp_size)
 
 
 def elimination_bytes(shape: ModelShape, num_experts: int, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes that ranking the neurons of one layer, for each of some experts, holds of so many calibration tokens, whose
-    activations are of `dtype`."""
+    """Count the bytes that ranking one layer's neurons, for each of several experts, holds for so many calibration tokens with
+    activations of `dtype`."""
     own, hidden, size = dtype.itemsize, shape.hidden_size, shape.mlp_size
     # the layer's input, the input and output of the MLP; before it is carved, three matrices of activations
     rest, running = 3 * hidden * own, 3 * size * own

@@ -1,4 +1,4 @@
-"""Experts without overlap: from the groups that a method makes of the neurons to a plan that meets the budget.
+"""Experts without overlap: from a method's groups of neurons to a plan that meets the budget.
 
 A method says which neurons all tokens share and which form an expert, and may bring a router. Here the router is fitted where it
 brings none, the error of every number of experts is measured, the budget is divided among the layers, and the plan is written.
@@ -22,7 +22,7 @@ from tomoe.model.compute_dtype import rounded_products
 from tomoe.model.shape import ModelShape
 from tomoe.plans.layer import LayerPlan, dense_attention
 from tomoe.plans.partition.activations import Activations, visit_layers
-from tomoe.plans.partition.allocation import allocate, evened
+from tomoe.plans.partition.allocation import allocate, spread_evenly
 from tomoe.plans.partition.layouts import FineLayout, Layout, check_tolerance
 from tomoe.plans.partition.routers import fit_router
 from tomoe.plans.plan import Plan
@@ -39,7 +39,7 @@ ERROR_POINTS = 12  # numbers of experts per token at which the error is measured
 
 @dataclass(frozen=True)
 class Room:
-    """What the experts of one layer may take up: shared + num_experts * expert_size neurons are all that the layer has."""
+    """The space for the experts of one layer: shared + num_experts * expert_size neurons are all of the layer's."""
 
     layer: int
     """The number of the layer among those that are converted, from 0."""
@@ -59,7 +59,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Experts:
-    """The groups that a method makes of the F neurons of a layer."""
+    """A method's groups of the F neurons of a layer."""
 
     expert_of_neuron: Int[Tensor, " F"]
     """The expert of each neuron, from 0, or SHARED (-1): `Room` says how many neurons each has."""
@@ -67,7 +67,7 @@ class Experts:
     """Weight and bias of a router whose largest logits choose the experts of a token; None: fitted by least squares."""
 
     def check(self, room: Room) -> None:
-        """Raises ValueError if the groups are not those that the room has a place for."""
+        """Raise ValueError if the groups do not fit the room."""
         sizes = torch.bincount(self.expert_of_neuron + 1, minlength=room.num_experts + 1).tolist()
         wanted = [room.shared, *[room.expert_size] * room.num_experts]
         if sizes != wanted:
@@ -82,7 +82,7 @@ MakeExperts = Callable[[Activations, Room], Experts]
 
 @dataclass(frozen=True)
 class FineLayer:
-    """The experts of one layer, before it is known how many of them a token uses."""
+    """The experts of one layer, before the number of experts per token is known."""
 
     router_weight: Float[Tensor, "N D"]
     router_bias: Float[Tensor, " N"]
@@ -92,7 +92,7 @@ class FineLayer:
 
     @classmethod
     def empty(cls, shape: ModelShape, layout: FineLayout, device: torch.device) -> FineLayer:
-        """Tensors of the right shapes, without values."""
+        """Make tensors of the right shapes, without values."""
         n = layout.num_experts
         router = torch.empty(n, shape.hidden_size, device=device), torch.empty(n, device=device)
         expert = torch.empty(shape.mlp_size, dtype=torch.long, device=device)
@@ -100,7 +100,7 @@ class FineLayer:
 
 
 def room_of(layout: FineLayout, layer: int, num_layers: int, seed: int) -> Room:
-    """The room of one layer; `seed` is that of the recipe."""
+    """Return the room of one layer; `seed` is the recipe's."""
     return Room(
         layer=layer,
         num_layers=num_layers,
@@ -114,7 +114,7 @@ def room_of(layout: FineLayout, layer: int, num_layers: int, seed: int) -> Room:
 
 
 def fine_layer(make: MakeExperts, seen: Activations, room: Room) -> FineLayer:
-    """The experts that `make` gives a layer, with their router and their errors."""
+    """Make the experts of a layer by `make`, with their router and their errors."""
     with rounded_products(seen.h_TF.dtype):
         made = make(seen, room)
         made.check(room)
@@ -132,7 +132,7 @@ def fine_layer(make: MakeExperts, seen: Activations, room: Room) -> FineLayer:
 def units_of_layers(
     losses: Sequence[Float[Tensor, " u"]], layout: Layout, shape: ModelShape, left: float
 ) -> list[int] | None:
-    """The units (experts of a token, or steps of the width) of every layer for `left` parameters of all MLPs.
+    """Allocate units (experts per token, or width steps) to layers so that all MLPs have `left` parameters.
 
     None if the layout makes all layers alike. Otherwise layers that the lowest total error would give every unit stay dense, and
     the others get equally many, up to one: a layer's own error is not what the model loses (docs/lab/log.md). In a layout for a
@@ -141,13 +141,13 @@ def units_of_layers(
     if layout.uniform:
         return None
     params = [int(mlp_params(shape, width)) for width in layout.widths(shape.mlp_size)]
-    # one more than a whole layer has: then none is left out
-    most = len(params) - 1 if layout.leaves_whole else len(params)
-    return evened(allocate(losses, params, left), most)
+    # one more than a dense layer has: then none is left out
+    most = len(params) - 1 if layout.allows_dense else len(params)
+    return spread_evenly(allocate(losses, params, left), most)
 
 
 def budget_of_mlps(shape: ModelShape, active: float, num_experts: int) -> float:
-    """The parameters of all MLPs that may be active beside dense attention and the routers of so many experts a layer."""
+    """Count the parameters of all MLPs that may be active beside dense attention and routers of so many experts per layer."""
     attention = int(attention_params(shape, shape.head_dim, shape.head_dim))
     beside = shape.num_layers * (attention + router_params(shape, num_experts)) + shape.other_params
     return active * decoder_params(shape) - beside
@@ -165,9 +165,9 @@ def plan_fine(
     seed: int,
     progress: StageCallback = no_stage_progress,
 ) -> Plan:
-    """The plan of the experts that `make` gives each layer, with the fraction `active` of the decoder parameters.
+    """Plan the experts that `make` gives each layer, with the fraction `active` of the decoder parameters.
 
-    `text` are calibration tokens and where they are no padding. Raises UserError if whole experts cannot meet the budget within
+    `text` are calibration tokens and the mask of real ones. Raises UserError if whole experts cannot meet the budget within
     `tolerance` (absolute, a fraction of the decoder parameters).
     """
 
@@ -184,7 +184,7 @@ def plan_fine(
 
 
 def planned(shape: ModelShape, layer: FineLayer, top_k: int) -> LayerPlan:
-    """A layer of the plan in which a token uses `top_k` experts; its attention stays dense."""
+    """Plan a layer in which a token uses `top_k` experts; its attention stays dense."""
     numbers = torch.arange(len(layer.router_weight), device=layer.expert_of_neuron.device)
     return LayerPlan(
         expert_masks=(numbers[:, None] == layer.expert_of_neuron).cpu(),
@@ -197,7 +197,7 @@ def planned(shape: ModelShape, layer: FineLayer, top_k: int) -> LayerPlan:
 
 
 def fine_bytes(shape: ModelShape, layout: FineLayout, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes that grouping the neurons of one layer holds of so many calibration tokens, whose activations are of `dtype`."""
+    """Count the bytes that grouping one layer's neurons holds for so many calibration tokens, with activations of `dtype`."""
     own, hidden, size, routed = dtype.itemsize, shape.hidden_size, shape.mlp_size, shape.mlp_size - layout.shared
     # the layer's input, the input and output of the MLP; before it is visited, three matrices of activations
     rest, running = 3 * hidden * own, 3 * size * own
@@ -211,7 +211,7 @@ def fine_bytes(shape: ModelShape, layout: FineLayout, dtype: torch.dtype, tokens
 
 
 def fine_operations(shape: ModelShape, layout: FineLayout, tokens: int) -> float:
-    """Operations of one layer's router and of its error with different numbers of experts, beside the pass of the layer."""
+    """Count operations of one layer's router and of its error with different numbers of experts, except the layer's own pass."""
     hidden, routed, experts = shape.hidden_size, shape.mlp_size - layout.shared, layout.num_experts
     # an exact factor counts twice
     router = 2 * tokens * hidden**2 + 2 * hidden**3 / 3 + 2 * tokens * experts * (routed + 2 * hidden)
@@ -224,7 +224,7 @@ def error_curve(
     down_Dn: Float[Tensor, "D n"],
     expert_n: Int[Tensor, " n"],
 ) -> Float[Tensor, " N1"]:
-    """Return the squared error of h down^T, summed over tokens, with 0, 1, .. N experts a token, as a convex function.
+    """Return the squared error of h down^T, summed over tokens, with 0, 1, .. N experts per token, as a convex function.
 
     Shared neurons cause none. It is measured at some numbers of experts; between them it falls by equal factors.
     """

@@ -1,4 +1,4 @@
-"""How experts divide the neurons of a layer: settled once, from a recipe and the sizes of a model, before a weight is read.
+"""How experts divide the neurons of a layer: decided once, from a recipe and the sizes of a model, before a weight is read.
 
 The mask network, the carve, the extraction and the estimate of memory all receive the same layout.
 """
@@ -49,7 +49,7 @@ class OverlappingLayout:
     """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
     counts_routers: bool = True
     """Whether the budget counts routers (`Recipe.counts_routers`)."""
-    leaves_whole: ClassVar[bool] = True  # whether a layer stays whole that the lowest total error would leave whole
+    allows_dense: ClassVar[bool] = True  # whether a layer is dense if the allocation gives it every expert
 
     @property
     def uniform(self) -> bool:
@@ -62,7 +62,7 @@ class OverlappingLayout:
         return f"widths are multiples of experts.width_multiple = {self.width_multiple}: choose a smaller one"
 
     def widths(self, mlp_size: int) -> list[int]:
-        """Neurons of a token with 0, 1, .. multiples, up to the whole layer."""
+        """Neurons per token with 0, 1, .. multiples, up to the dense layer."""
         return [min(n * self.width_multiple, mlp_size) for n in range(ceil_div(mlp_size, self.width_multiple) + 1)]
 
 
@@ -75,9 +75,9 @@ class FineLayout:
     shared: int
     top_k: int  # experts of a token if layers use equally many
     uniform: bool = False  # whether they must
-    dense_layers: int = 0  # if they must: so many of the first layers use all experts instead
+    dense_layers: int = 0  # if they must: this many of the first layers use all experts
     router_bias: bool = True  # whether routers have biases
-    leaves_whole: bool = True  # whether a layer stays whole that the lowest total error would leave whole
+    allows_dense: bool = True  # whether a layer is dense if the allocation gives it every expert
     counts_routers: ClassVar[bool] = True
 
     @property
@@ -88,23 +88,23 @@ class FineLayout:
         )
 
     def widths(self, mlp_size: int) -> list[int]:
-        """Neurons of a token with 0, 1, .. experts, up to the whole layer."""
+        """Neurons per token with 0, 1, .. experts, up to the dense layer."""
         return [*range(self.shared, mlp_size + 1, self.expert_size)]
 
     def width(self, top_k: int) -> int:
-        """Neurons of a token with so many experts."""
+        """Neurons per token with so many experts."""
         return self.shared + top_k * self.expert_size
 
     def top_ks(self, num_layers: int) -> list[int]:
-        """Experts of a token in every layer, if layers must use equally many."""
+        """Experts per token in every layer, if layers must use equally many."""
         return [self.num_experts] * self.dense_layers + [self.top_k] * (num_layers - self.dense_layers)
 
 
 Layout = OverlappingLayout | FineLayout
 
 
-def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
-    """The layout that a recipe of experts asks for. Raises UserError where no plan can meet the budget, whatever its masks."""
+def layout_of(recipe: Recipe, shape: ModelShape) -> Layout:
+    """Return the layout that a recipe asks for. Raises UserError if no plan can meet the budget, whatever its masks."""
     return _fine_layout(shape, recipe) if recipe.experts.form == "fine" else _overlapping_layout(shape, recipe)
 
 
@@ -141,22 +141,22 @@ def _fine_layout(shape: ModelShape, recipe: Recipe) -> FineLayout:
             f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
             f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
         )
-    settled = replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
-    return replace(settled, router_bias=rules.router_bias, leaves_whole=not rules.wide)
+    layout = replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
+    return replace(layout, router_bias=rules.router_bias, allows_dense=not rules.gpu)
 
 
 def _near(active: float) -> list[float]:
-    """Other shares within NEAR_ACTIVE of it, in thousandths, the nearest first."""
+    """Other shares within NEAR_ACTIVE, in thousandths, the nearest first."""
     first, last = math.ceil(1000 * (active - NEAR_ACTIVE)), math.floor(1000 * (active + NEAR_ACTIVE))
     nearby = (n / 1000 for n in range(max(1, first), min(1000, last) + 1))
     return sorted(nearby, key=lambda near: abs(near - active))
 
 
 def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> Sequence[int]:
-    """Numbers of fine-grained experts, the best first: the given one, or the usual ones that suit a layer of this width."""
+    """Numbers of fine-grained experts, the best first: the given one, or the usual ones for a layer of this width."""
     if experts.num_experts:
         return [experts.num_experts]
-    if rules.wide:
+    if rules.gpu:
         return GPU_NUMBERS
     if rules.numbers and not experts.expert_size:
         return rules.numbers
@@ -173,7 +173,7 @@ def _search(
     rules: TargetRules,
     dense_layers: int,
 ) -> _Search:
-    """What a layout must meet. Where attention is pruned and layers may differ, it takes up what whole experts leave."""
+    """Collect what a layout must meet. Pruned attention, where layers may differ, absorbs the remainder of integer experts."""
     choices, dims = attention_units(shape, attention, active)
     qk_dims = round(shape.head_dim * choices / max(1, shape.num_qk_choices))
     whole = shape.other_params + shape.num_layers * attention_params(shape, qk_dims, dims)
@@ -187,8 +187,8 @@ def _search(
 
 @dataclass(frozen=True)
 class _Search:
-    """The search for a layout in which a token uses the neurons that routers leave it, to `slack`, in the mean over layers with
-    their own top k."""
+    """The search for a layout in which a token uses the neurons that routers leave it, to within `slack`, on average over layers
+    with their own top k."""
 
     experts: ExpertsSection
     rules: TargetRules
@@ -199,9 +199,9 @@ class _Search:
     layers: int  # 1: all use equally many experts
 
     def best(self, numbers: Sequence[int]) -> FineLayout | None:
-        """The layout that there is for the first of these numbers of experts, or for a GPU for any of them."""
-        if self.rules.wide:
-            return self.wide(numbers)
+        """The layout for the first of these numbers of experts that has one; for a GPU for any of them."""
+        if self.rules.gpu:
+            return self.for_gpu(numbers)
         if not self.rules.uniform or self.experts.expert_size:
             return next(filter(None, (self.roundest([n]) for n in numbers)), None)
         # few experts only where their rows are whole blocks; the last number takes what there is
@@ -213,11 +213,11 @@ class _Search:
         return self.shape.mlp_size
 
     def width(self, number: int) -> float:
-        """Neurons of a token beside the routers of so many experts."""
+        """Neurons per token beside the routers of so many experts."""
         return (self.left - self.shape.num_layers * router_params(self.shape, number)) / self.neuron
 
     def wanted(self, number: int) -> float:
-        """Neurons that the shared part should have beside so many experts."""
+        """Desired neurons of the shared part with so many experts."""
         return self.experts.shared * self.width(number)
 
     def for_stock(self, number: int) -> FineLayout | None:
@@ -238,15 +238,15 @@ class _Search:
         )
 
     def _in_blocks(self, number: int) -> FineLayout | None:
-        """The layout of so many experts, or of more than half as many, whose rows the blocks of the format divide."""
+        """The layout with so many experts, or more than half as many, whose rows the format's blocks divide."""
         fewest = math.ceil(number * (1 - FEWER_EXPERTS))
         ranges = ([number], range(number, fewest - 1, -1), range(fewest - 1, number // 2, -1))
         most_zeros = STORED_ZEROS * self.mlp_size
         found = (self.roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, self.rules.block) for some in ranges)
         return next(filter(None, found), None)
 
-    def wide(self, numbers: Sequence[int]) -> FineLayout | None:
-        """The layout for a GPU: near the wanted shared part if that can be, then of most experts, then of the roundest size."""
+    def for_gpu(self, numbers: Sequence[int]) -> FineLayout | None:
+        """The layout for a GPU: near the wanted shared part if possible, then of most experts, then of the roundest size."""
 
         def worth(layout: FineLayout) -> tuple[bool, int, int, float]:
             round_size = math.gcd(layout.expert_size, GPU_WIDTH)
@@ -255,9 +255,9 @@ class _Search:
         return max((layout for n in numbers for layout in self._wide_layouts(n)), key=worth, default=None)
 
     def refusal(self, number: int, near: float | None) -> UserError:
-        """What to say if there is no layout; `near`: another active with which there is one, if any is known."""
+        """Say that there is no layout; `near`: another active fraction that has one, if known."""
         would_do = "" if near is None else f" (active = {near:g} would do)"
-        if self.rules.wide:
+        if self.rules.gpu:
             return UserError(
                 f"no layout for a GPU divides the {self.mlp_size:,} neurons of a layer so that a token uses "
                 f"{self.width(number):,.0f} of them: it wants a power of two of experts, at least {GPU_NUMBERS[-1]}, of at least "
@@ -274,7 +274,7 @@ class _Search:
     def roundest(
         self, numbers: Sequence[int], most_zeros: float = math.inf, max_used: float = math.inf, block: int = 1
     ) -> FineLayout | None:
-        """The layout of experts whose size is a multiple of the largest divisor of `width_multiple` that there is."""
+        """The layout whose expert size is a multiple of the largest possible divisor of `width_multiple`."""
         multiple = self.experts.width_multiple
         while multiple and multiple % block == 0:
             found = [x for x in self._layouts(numbers, multiple, max_used) if stored_zeros(x) <= most_zeros]
@@ -297,7 +297,7 @@ class _Search:
         return self._off(layout) <= SHARED_SLACK * self.width(number) and layout.shared <= most_shared
 
     def _layouts(self, numbers: Sequence[int], multiple: int, max_used: float) -> Iterator[FineLayout]:
-        """Layouts with experts of a multiple of neurons, or of the given size, that meet the width."""
+        """Yield layouts with expert sizes that are a multiple of so many neurons, or the given size, and meet the width."""
         given = self.experts.expert_size
         for n in numbers:
             for size in [given] if given else range(multiple, self.mlp_size // n + 1, multiple):
@@ -308,7 +308,7 @@ class _Search:
                     yield layout
 
     def _wide_layouts(self, number: int) -> Iterator[FineLayout]:
-        """Layouts of so many experts that a GPU runs well and that meet the width."""
+        """Yield layouts of so many experts that a GPU runs well and that meet the width."""
         given = self.experts.expert_size
         for size in [given] if given else range(GPU_WIDTH, self.mlp_size // number + 1, FINE_MULTIPLE):
             layout = self._layout(number, size)
@@ -330,7 +330,7 @@ class _Search:
         return FineLayout(number, size, shared, min(max(1, top_k), number))
 
     def _meets(self, layout: FineLayout) -> bool:
-        """Whether the parts fill a layer, and a token can have the width."""
+        """Whether the parts fill a layer and a token can have the width."""
         n, size, shared = layout.num_experts, layout.expert_size, layout.shared
         width = self.width(n)
         used = min(round(self.layers * (width - shared) / size), self.layers * n) / self.layers
@@ -339,13 +339,13 @@ class _Search:
 
 
 def stored_zeros(layout: FineLayout) -> int:
-    """Neurons of zeros with which a stock format fills up the experts of a layer, and its shared part to a multiple of them."""
+    """Neurons of zeros with which a stock format pads the experts of a layer, and its shared part to a multiple of them."""
     size = ceil_div(layout.expert_size, FINE_MULTIPLE) * FINE_MULTIPLE
     return layout.num_experts * (size - layout.expert_size) + -layout.shared % size
 
 
 def attention_units(shape: ModelShape, attention: AttentionSection, active: float) -> tuple[int, int]:
-    """Return how many Q/K choices and V/O dims a carved start keeps in every layer."""
+    """Return the Q/K choices and V/O dims that a carved start keeps in every layer."""
     if attention.pruning == "off":
         return shape.num_qk_choices, shape.head_dim
     kept = 1 - attention.share * (1 - active)
@@ -359,8 +359,8 @@ def value_router_params(shape: ModelShape, experts: ExpertsSection, attention: A
 
 
 def least_active(shape: ModelShape, recipe: Recipe) -> float:
-    """Return the smallest active fraction that any plan can have: the narrowest MLP, one unit at every other site, and routers if
-    the budget counts them."""
+    """Return the smallest active fraction of any plan: the narrowest MLP, one unit at every other site, and routers if the budget
+    counts them."""
     experts, attention = recipe.experts, recipe.attention
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
     dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
@@ -372,7 +372,7 @@ def least_active(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def _least_mlps(shape: ModelShape, recipe: Recipe) -> Iterator[tuple[int, int]]:
-    """The parameters of the narrowest MLP, and of its router, with each number of experts that there may be."""
+    """Parameters of the narrowest MLP and its router, for each possible number of experts."""
     experts = recipe.experts
     if experts.form == "overlapping":
         width = min(experts.width_multiple, shape.mlp_size)
@@ -397,7 +397,7 @@ def _checked_least(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def _share_of_routers(shape: ModelShape, recipe: Recipe) -> str:
-    """What routers take of the smallest budget, and what to change."""
+    """Say what routers take of the smallest budget, and what to change."""
     number = recipe.experts.num_experts
     share = shape.num_layers * router_params(shape, number) / decoder_params(shape)
     if not recipe.counts_routers or share < BUDGET_TOLERANCE:
@@ -406,12 +406,12 @@ def _share_of_routers(shape: ModelShape, recipe: Recipe) -> str:
 
 
 def tolerance_of(rules: TargetRules) -> float:
-    """The largest distance between the active fraction of a plan for this target and the requested one."""
+    """Largest distance between the active fraction of a plan for this target and the requested one."""
     return max(BUDGET_TOLERANCE, rules.tolerance)
 
 
 def check_tolerance(nearest: float, active: float, tolerance: float, layout: Layout) -> None:
-    """Raise UserError if the nearest plan is further from the budget than it may be."""
+    """Raise UserError if the nearest plan is too far from the budget."""
     if abs(nearest - active) > tolerance:
         raise UserError(
             f"the nearest plan has {nearest:.4f} of the decoder parameters active, requested {active:.4f}; {layout.advice}"

@@ -33,7 +33,7 @@ class RidgeRegression:
         One size in all layers gives the temperature of learning one meaning. The weight holds bfloat16 values, and the bias
         belongs to these: inputs have dims with a large mean, which would turn rounding into a preference for some experts.
         """
-        # without a bias, what all experts of a token have in common is left out instead: it decides nothing
+        # without a bias, what all experts of a token have in common is dropped: it does not affect the choice
         mean = y.mean(0) if self.bias else y.mean(1, keepdim=True)
         weight = torch.cholesky_solve((self.x.T @ (y - mean)).double(), self.factor).T.float()
         scale = 1 / self._deviation(weight).clamp_min(1e-12)
@@ -41,7 +41,7 @@ class RidgeRegression:
         return weight, scale * mean - weight @ self.mean if self.bias else weight.new_zeros(len(weight))
 
     def _deviation(self, weight: Float[Tensor, "N D"]) -> Float[Tensor, ""]:
-        """Return the standard deviation of all numbers in x weight^T, without making them."""
+        """Return the standard deviation of all entries of x weight^T, without computing them."""
         count = len(self.x) * len(weight)
         mean = (weight @ self.x.mean(0)).mean()
         squares = ((weight @ self.gram) * weight).sum()
@@ -51,7 +51,7 @@ class RidgeRegression:
 def expert_energy(
     energy_Tn: Float[Tensor, "T n"], expert_n: Int[Tensor, " n"], num_experts: int
 ) -> Float[Tensor, "T N"]:
-    """The root of each expert's share of a token's energy, each token of unit length: what a router is fitted to."""
+    """The root of each expert's share of a token's energy, normalized per token: the target that routers are fitted to."""
     experts_nN = F.one_hot(expert_n, num_experts).to(energy_Tn.dtype)
     return F.normalize((energy_Tn @ experts_nN).sqrt(), dim=1)
 
@@ -59,7 +59,7 @@ def expert_energy(
 def fit_router(
     seen: Activations, expert_of_neuron: Int[Tensor, " F"], num_experts: int, bias: bool
 ) -> tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]:
-    """Weight and bias of the router that predicts `expert_energy` from the input of the MLP by ridge regression."""
+    """Fit weight and bias of the router that predicts `expert_energy` from the input of the MLP by ridge regression."""
     routed_n = (expert_of_neuron >= 0).nonzero().squeeze(1)
     energy_TN = expert_energy(seen.energy_TF(routed_n), expert_of_neuron[routed_n], num_experts)
     return RidgeRegression(seen.x_TD, bias).fit(energy_TN)

@@ -1,4 +1,4 @@
-"""One matrix refitted in closed form: weighted least squares with a ridge, whole or of low rank."""
+"""Refit one matrix in closed form: weighted least squares with a ridge, of full or low rank."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Refit:
     """One refitted matrix and what it gained on the calibration tokens."""
 
     weight: Matrix  # float32, in place of the dense one
-    factors: tuple[Float[Tensor, "D r"], Float[Tensor, "r n"]] | None  # their product is the change; None: it is whole
+    factors: tuple[Float[Tensor, "D r"], Float[Tensor, "r n"]] | None  # their product is the change; None: full rank
     error_before: float  # mean over tokens of |gap|^2 / |residual|^2, with the dense matrix
     error_after: float
     ridge: float  # the one that was used
 
 
 class NormalEquations:
-    """Sums over tokens of which the refitted matrix is the solution; t tokens, n inputs, D outputs.
+    """Sums over tokens that determine the refitted matrix; t tokens, n inputs, D outputs.
 
     G = sum w h h^T, C = sum w g h^T, and the weighted squared gap itself.
     """
@@ -44,7 +44,7 @@ class NormalEquations:
         self.sums: Float[Tensor, 2] = torch.zeros(2, dtype=torch.float64, device=device)  # weighted |gap|^2, tokens
 
     def add(self, h_tn: Float[Tensor, "t n"], gap_tD: Float[Tensor, "t D"], residual_tD: Float[Tensor, "t D"]) -> None:
-        """Take in tokens; `residual_tD` is the stream that the output is added to. Sums are float32, whatever `h_tn` is."""
+        """Add tokens; `residual_tD` is the stream that the output is added to. Sums are float32, whatever `h_tn` is."""
         dtype = h_tn.dtype
         root_t1 = _root_of_weight(residual_tD)
         h_tn = h_tn * root_t1
@@ -57,7 +57,7 @@ class NormalEquations:
 
     @property
     def gram(self) -> Float[Tensor, "n n"]:
-        """G, whole: what lies below the diagonal is copied from above it."""
+        """The full G: the lower triangle is copied from the upper."""
         for a in range(0, len(self.upper), BLOCK):
             block = self.upper[a : a + BLOCK, a : a + BLOCK]
             right = self.upper[a : a + BLOCK, a + BLOCK :]
@@ -67,20 +67,20 @@ class NormalEquations:
         return self.upper
 
     def error(self, change: Matrix | None = None) -> float:
-        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens; None: of no change."""
+        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens; None: without a change."""
         total, count = self.sums.tolist()
         if change is not None:
             total += float(((change @ self.gram - 2 * self.cross) * change).sum(dtype=torch.float64))
         return total / max(count, 1.0)
 
     def solved(self, ridge: float) -> tuple[Matrix, float]:
-        """The change of the matrix, and the ridge that it took. Raises UserError as `solve` does."""
+        """Return the change of the matrix and the ridge used. Raises UserError as `solve`."""
         return solve(self.gram, self.cross, ridge)
 
 
 class FewTokens:
-    """The same problem for tokens that are fewer than inputs: their rows H [T, n] and gaps [T, D], both weighted, are kept, and
-    Delta = gaps^T (H H^T + ridge mean(diag G) 1)^-1 H, for which no matrix of n x n is made."""
+    """The same problem for fewer tokens than inputs: keeps their weighted rows H [T, n] and gaps [T, D] and solves Delta = gaps^T
+    (H H^T + ridge mean(diag G) 1)^-1 H, without an n x n matrix."""
 
     def __init__(self, inputs: int, outputs: int, tokens: int, device: torch.device):
         self.rows: Float[Tensor, "T n"] = torch.empty(tokens, inputs, device=device)
@@ -88,31 +88,30 @@ class FewTokens:
         self.count = 0
 
     def add(self, h_tn: Float[Tensor, "t n"], gap_tD: Float[Tensor, "t D"], residual_tD: Float[Tensor, "t D"]) -> None:
-        """Take in tokens, as `NormalEquations.add` does; all together are `tokens`."""
+        """Add tokens, as `NormalEquations.add`; there are `tokens` in total."""
         root_t1 = _root_of_weight(residual_tD)
         new = slice(self.count, self.count + len(h_tn))
         self.rows[new], self.gaps[new] = h_tn * root_t1, gap_tD * root_t1
         self.count += len(h_tn)
 
     def error(self, change: Matrix | None = None) -> float:
-        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens; None: of no change."""
+        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens; None: without a change."""
         off = self.gaps if change is None else self.rows @ change.T - self.gaps
         return float(off.square().sum(dtype=torch.float64)) / max(self.count, 1)
 
     def solved(self, ridge: float) -> tuple[Matrix, float]:
-        """The change of the matrix, and the ridge that it took: some at least, because G is singular. Raises UserError as `solve`
-        does."""
+        """Return the change of the matrix and the ridge used, never 0, because G is singular. Raises UserError as `solve`."""
         factors, ridge = solve(self.rows @ self.rows.T, self.gaps.T, max(ridge, LEAST_RIDGE), inputs=self.rows.shape[1])
         return factors @ self.rows, ridge
 
 
 def keeps_tokens(tokens: int, inputs: int, rank: int) -> bool:
-    """Whether a matrix is refitted from the rows of its tokens: they take less than the Gram matrix, and one process has all."""
+    """Whether a matrix is refitted from the rows of its tokens: they are smaller than the Gram matrix, and in one process."""
     return 2 * tokens <= inputs and not rank and distributed.world_size() == 1
 
 
 def equation_operations(inputs: int, outputs: int, tokens: int, rank: int) -> tuple[float, float]:
-    """Operations of one matrix's equations and their solution, in float32 and in float64."""
+    """Count operations of one matrix's equations and their solution, in float32 and in float64."""
     both = 2 * inputs * outputs
     if keeps_tokens(tokens, inputs, rank):
         return 2 * tokens**2 * inputs + 2 * tokens * both, tokens**3 / 3 + 2 * tokens**2 * outputs
@@ -122,14 +121,14 @@ def equation_operations(inputs: int, outputs: int, tokens: int, rank: int) -> tu
 
 
 def _root_of_weight(residual_tD: Float[Tensor, "t D"]) -> Float[Tensor, "t 1"]:
-    """An error counts relative to the stream: a norm divides by its length before anything reads it."""
+    """Errors count relative to the stream, because a norm divides by its length before it is read."""
     return residual_tD.float().square().sum(-1, keepdim=True).clamp_min(1e-6).rsqrt()
 
 
 def solve(gram: Float[Tensor, "n n"], cross: Matrix, ridge: float, inputs: int | None = None) -> tuple[Matrix, float]:
-    """Delta = C (G + ridge mean(diag G) 1)^-1 and the ridge that it took: a matrix that is not positive definite gets ten times
-    as much. `inputs`: over how many numbers the trace is averaged, if not n. Raises UserError where sums are no finite
-    numbers, or no ridge helps."""
+    """Return Delta = C (G + ridge mean(diag G) 1)^-1 and the ridge used, ten times larger while the matrix is not positive
+    definite. `inputs`: numbers that the trace is averaged over, if not n. Raises UserError for sums that are not finite, or if no
+    ridge helps."""
     scale = float(gram.diagonal().double().sum()) / (inputs or len(gram))
     if not (math.isfinite(scale) and bool(gram.isfinite().all()) and bool(cross.isfinite().all())):
         raise UserError(
@@ -155,7 +154,7 @@ def solve(gram: Float[Tensor, "n n"], cross: Matrix, ridge: float, inputs: int |
 def low_rank(
     change: Matrix, gram: Float[Tensor, "n n"], rank: int
 ) -> tuple[Float[Tensor, "D r"], Float[Tensor, "r n"]]:
-    """U, V with U V nearest to the change Delta in the metric of G: least tr (Delta - U V) G (Delta - U V)^T.
+    """Return U, V with U V nearest to the change Delta in the metric of G: least tr (Delta - U V) G (Delta - U V)^T.
 
     These are the first `rank` terms of the singular value decomposition of Delta G^(1/2): U holds the eigenvectors of
     Delta G Delta^T with the largest eigenvalues, V = U^T Delta. With the regularised G that Delta was solved with, U V is the
@@ -168,7 +167,7 @@ def low_rank(
 
 
 def refit(weight: Matrix, sums: NormalEquations | FewTokens, ridge: float, rank: int = 0) -> Refit:
-    """The matrix that solves the normal equations; of low rank only from sums over tokens. Raises UserError as `solve` does."""
+    """Solve the normal equations for the matrix; low rank only from sums over tokens. Raises UserError as `solve`."""
     change, ridge = sums.solved(ridge)
     factors = None
     if rank:

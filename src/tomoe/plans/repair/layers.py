@@ -49,7 +49,7 @@ class RepairSettings:
     """`local`: each part gives what the dense one gives on the same input; `half`: the mean of that and of what brings the
     stream back to the dense model's, errors of earlier layers included."""
     ridge: float = 1e-2  # relative to the mean of diag G; holds the matrix to the dense one
-    rank: int = 0  # rank of the change, 0: whole
+    rank: int = 0  # rank of the change, 0: full
     output: bool = False  # refit the output projections of the attention, too: for plans that prune it
 
 
@@ -61,7 +61,7 @@ class LayerRepair:
     output: Refit | None = None
 
     def note(self, ridge: float) -> str:
-        """What a user should know of it: which matrices took more than this ridge."""
+        """Say which matrices took more than this ridge."""
         return "; ".join(
             f"{of}its Gram matrix is not positive definite with a ridge of {ridge:g}, taking {fit.ridge:g}"
             for of, fit in (("its output projection: ", self.output), ("", self.down))
@@ -70,13 +70,13 @@ class LayerRepair:
 
 
 class _Repairing:
-    """The refit of one layer after the other on both streams of hidden states."""
+    """Refits one layer after the other on both streams of hidden states."""
 
     def __init__(self, streams: Streams, settings: RepairSettings):
         self.streams, self.settings, self.share = streams, settings, STREAM_SHARE[settings.target]
 
     def _fit(self, part: Linear, size: int, take: Callable[[slice, Equations], None]) -> Refit:
-        """Refit one projection: `take` gives the equations what a chunk of tokens says."""
+        """Refit one projection; `take` adds a chunk of tokens to the equations."""
         sums = self._equations(size)
         for chunk in self.streams.chunks:
             take(chunk, sums)
@@ -86,15 +86,15 @@ class _Repairing:
         return refit(part.weight.detach(), sums, self.settings.ridge, self.settings.rank)
 
     def _equations(self, size: int) -> Equations:
-        """For a matrix of `size` inputs."""
+        """Make the equations for a matrix of `size` inputs."""
         streams = self.streams
         hidden, tokens = streams.shape.hidden_size, int(streams.real.sum())
         if keeps_tokens(tokens, size, self.settings.rank):
             return FewTokens(size, hidden, tokens, streams.device)
         return NormalEquations(size, hidden, streams.device)
 
-    def _take_attention(self, i: int, chunk: slice, sums: Equations) -> None:
-        """Gap of the attention: to its dense self on the same input, or of the stream behind it."""
+    def _add_attention(self, i: int, chunk: slice, sums: Equations) -> None:
+        """Add the gap of the attention: to its dense output on the same input, or of the stream after it."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
         x_tD = real(streams.converted[chunk].to(streams.device)).float()
@@ -108,9 +108,9 @@ class _Repairing:
             gap_tD += self.share * (dense_tD + theirs_tD - x_tD - given_tD)
         sums.add(real(ours["o"]), gap_tD, x_tD)
 
-    def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: Equations | None) -> None:
-        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on; without `sums`
-        they go through a layer that is finished."""
+    def _add_mlp(self, i: int, output: Refit | None, chunk: slice, sums: Equations | None) -> None:
+        """Add the gap of the MLP: what the masks removed, or of the stream after the layer. Both streams advance; without `sums`
+        the layer is finished."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
         gain = streams.gain(i)
@@ -135,13 +135,13 @@ class _Repairing:
 
     @torch.no_grad()
     def layer(self, i: int, finished: LayerRepair | None) -> LayerRepair:
-        """Refit layer i, unless it is `finished`, and take both streams behind it."""
+        """Refit layer i, unless it is `finished`, and advance both streams through it."""
         streams = self.streams
         with held(streams.layers[i]):
             made = finished or self._refit(i)
             if finished is not None:
                 for chunk in streams.chunks:
-                    self._take_mlp(i, finished.output, chunk, None)
+                    self._add_mlp(i, finished.output, chunk, None)
             change = (made.down.weight - streams.parts[i].mlp.down.weight).to(streams.model.dtype)
             gain = streams.gain(i)
             for chunk in streams.chunks:
@@ -160,8 +160,8 @@ class _Repairing:
         parts = self.streams.parts[i]
         output = None
         if self.settings.output:
-            output = self._fit(parts.attention.o, s.num_heads * s.head_dim, partial(self._take_attention, i))
-        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._take_mlp, i, output)), output)
+            output = self._fit(parts.attention.o, s.num_heads * s.head_dim, partial(self._add_attention, i))
+        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._add_mlp, i, output)), output)
 
 
 def repair_layers(

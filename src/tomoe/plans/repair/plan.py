@@ -34,7 +34,7 @@ _KEY = "tomoe_repair"  # in the metadata of their files
 
 
 class FinishedLayers:
-    """One file for each layer that is refitted: `folder`/layer-000.safetensors and so on, matrices in float32.
+    """One file per refitted layer: `folder`/layer-000.safetensors and so on, matrices in float32.
 
     `key` names everything that the matrices depend on; files with another key are of another repair and count as missing.
     """
@@ -43,7 +43,7 @@ class FinishedLayers:
         self.folder, self.key = folder, key
 
     def count(self) -> int:
-        """How many layers are finished, from the first on; the same in all ranks. Matrices are not read."""
+        """Count the finished layers, from the first; equal in all ranks. Matrices are not read."""
         found = 0
         while self._is_whole(self._path(found)):
             found += 1
@@ -54,7 +54,7 @@ class FinishedLayers:
         return int(count)
 
     def read(self, i: int, device: torch.device) -> LayerRepair:
-        """Layer i, one of the `count` that are finished."""
+        """Read layer i, one of the `count` finished ones."""
         tensors = load_file(self._path(i), device=str(device))
         return LayerRepair(_refit(tensors, "down"), _refit(tensors, "output") if "output.weight" in tensors else None)
 
@@ -75,7 +75,7 @@ class FinishedLayers:
             raise UserError(f"cannot write {self._path(i)}: {error}") from None
 
     def forget(self) -> None:
-        """Delete the files, once the plan that holds the matrices is written."""
+        """Delete the files, once the plan with the matrices is written."""
         with contextlib.suppress(OSError):
             for path in self.folder.glob("layer-*.safetensors"):
                 path.unlink()
@@ -85,7 +85,7 @@ class FinishedLayers:
         return self.folder / f"layer-{i:03d}.safetensors"
 
     def _is_whole(self, path: Path) -> bool:
-        """Whether the file is a whole one of this repair."""
+        """Whether the file is complete and belongs to this repair."""
         try:
             with safe_open(path, framework="pt") as file:
                 return bool((file.metadata() or {}).get(_KEY) == self.key)
@@ -161,7 +161,7 @@ def repair_plan(
 
 
 def forget_repair(folder: Path) -> None:
-    """Delete what a repair kept in `folder` to resume with."""
+    """Delete the files that a repair kept in `folder` to resume from."""
     FinishedLayers(folder / KEPT, "").forget()
 
 
@@ -180,7 +180,7 @@ def _key(
 
 
 def _tensors(fit: LayerRepair, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what the plan keeps of a layer: whole matrices in `dtype`, factors in float32."""
+    """Return what the plan keeps of a layer: matrices in `dtype`, low-rank factors in float32."""
     tensors: dict[str, Tensor] = {}
     for name, refit in (("down", fit.down), ("output", fit.output)):
         if refit is not None and refit.factors is None:
@@ -192,7 +192,7 @@ def _tensors(fit: LayerRepair, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def repair_bytes(shape: ModelShape, section: RepairSection, itemsize: int, output: bool = False) -> int:
-    """Return the bytes that repair adds to a plan, before it is made; `output`: with the output projections of attention."""
+    """Estimate the bytes that repair adds to a plan; `output`: with the output projections of attention."""
     if section.mode == "none":
         return 0
     sizes = [shape.mlp_size, *([shape.num_heads * shape.head_dim] if output else [])]

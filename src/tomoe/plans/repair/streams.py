@@ -88,8 +88,8 @@ class Streams:
         output: Tensor | None = None,
         down: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Decoder layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size]; with
-        `output` and `down` in place of its own matrices."""
+        """Run decoder layer i on one chunk of a stream: return its output, and inputs and outputs of its parts, each [b, S,
+        size]; `output` and `down` replace its own matrices."""
         parts = self.parts.get(i)
         seen = dict[str, Tensor]()
 
@@ -120,11 +120,11 @@ class Streams:
         return {name: t.view(*seen["out"].shape[:2], -1) for name, t in seen.items()}
 
     def real_tokens(self, chunk: slice, x: Float[Tensor, "b S n"]) -> Float[Tensor, "t n"]:
-        """The rows of real tokens of a chunk, without a copy if all are."""
+        """Select the rows of real tokens of a chunk, without a copy if all are."""
         return x[self.real[chunk]] if self.padded else x.flatten(0, 1)
 
     def gain(self, i: int) -> float | None:
-        """How many times a layer adds what its MLP gives to the stream; None if it does more to it (a norm behind it)."""
+        """The factor by which a layer adds its MLP's output to the stream; None if it does more to it (a norm after it)."""
         # layers of one class are alike
         kind = type(self.layers[i])
         if kind not in self.gains:
@@ -140,12 +140,12 @@ class Streams:
         return self.gains[kind]
 
     def _out_of_mlp_output(self, i: int, value: Tensor) -> Float[Tensor, "b S D"]:
-        """The output of layer i on the first chunk if its MLP gave one number everywhere."""
+        """The output of layer i on the first chunk if its MLP returned one constant."""
         with hooked([self.parts[i].mlp.down.register_forward_hook(lambda _, __, y: torch.full_like(y, float(value)))]):
             return self.run(i, self.chunks[0], self.converted, False)["out"].float()
 
     def skip(self, i: int) -> None:
-        """Take both streams through a layer that stays whole."""
+        """Advance both streams through a layer that stays dense."""
         with held(self.layers[i]):
             for chunk in self.chunks:
                 theirs = self.run(i, chunk, self.dense, False)["out"] if self.both else None

@@ -1,4 +1,4 @@
-"""What the stock classes have in common, the architectures that transformers, vLLM and llama.cpp already know.
+"""What the stock classes share, the architectures that transformers, vLLM and llama.cpp already know.
 
 A stock class has separate weights for every expert, and one width and one number of them for all layers.
 """
@@ -28,29 +28,29 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Decoder(ABC):
-    """What a stock class computes around the experts."""
+    """The part of a stock class around the experts."""
 
     @abstractmethod
     def problem(self, model: PreTrainedModel) -> str | None:
-        """Why it is not what this model computes, dense or converted, as half a sentence; None if it is."""
+        """Say why this model, dense or converted, computes something else, as half a sentence; None if it does not."""
 
     def values(self, moe: ToMoEForCausalLM, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-        """What the class's config has in common with the dense model's."""
+        """Return the config values that the class shares with the dense model."""
         known = {f.name for f in fields(config_class)} - {"architectures", "dtype", "transformers_version"}
         return {k: v for k, v in moe.config.dense_config().to_dict().items() if k in known}
 
     def check(self, moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
-        """Raises UserError if the class computes something else with this config than the MoE does."""
+        """Raise UserError if the class with this config computes something else than the MoE."""
         return None
 
     @abstractmethod
     def tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of every tensor outside of the MLPs."""
+        """Yield name and value of every tensor outside of the MLPs."""
 
 
 @dataclass(frozen=True)
 class FamilyDecoder(Decoder):
-    """That of one dense family, whose config is of type `kind`: everything but the MLP is copied by name."""
+    """The decoder of one dense family, whose config has the type `kind`: everything except the MLP is copied by name."""
 
     kind: str
 
@@ -63,7 +63,7 @@ class FamilyDecoder(Decoder):
         return mlp_problem(model)
 
     def tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
-        """Of tied ones the first."""
+        """Yield the first of tied tensors only."""
         inside = tuple(f"{name}." for name in moe.config.tomoe_mlps)
         tied = moe.get_output_embeddings().weight is moe.get_input_embeddings().weight
         for name, t in moe.state_dict().items():
@@ -73,22 +73,22 @@ class FamilyDecoder(Decoder):
 
 @dataclass(frozen=True)
 class StockLayout:
-    """Sizes of all layers; width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: of a
-    token; zeros: how many of these are of zeros in the layer that chooses fewest itself; whole: first layers that use all
-    experts and are written as plain MLPs; always: experts that hold the shared part, if there is no shared expert."""
+    """Sizes of all layers; width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: per
+    token; zeros: padding experts of the layer with the smallest top-k; dense_layers: first layers that use all experts and are
+    written as plain MLPs; always: experts that hold the shared part, if there is no shared expert."""
 
     width: int
     shared: int
     experts: int
     top_k: int
     zeros: int
-    whole: int
+    dense_layers: int
     always: int = 0
 
     def words(self, moe: ToMoEForCausalLM) -> str:
-        """As in "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
+        """Describe, as in "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
         zeros = f" ({self.zeros} of zeros)" if self.zeros else ""
-        whole = f", {self.whole} whole before them" if self.whole else ""
+        dense = f", {self.dense_layers} dense before them" if self.dense_layers else ""
         size = max(mlp.expert_rows.shape[1] for mlp in moe.mlps())
         filled = f" (filled up from {size:,})" if self.width > size else ""
         if not self.experts:
@@ -97,21 +97,21 @@ class StockLayout:
         always = f" ({self.always} of them always, the shared part)" if self.always else ""
         return (
             f"{self.experts} experts{zeros} of {self.width:,} neurons{filled}, {self.top_k} for each token{always}{shared} "
-            f"in each of {len(moe.mlps()) - self.whole} layers{whole}"
+            f"in each of {len(moe.mlps()) - self.dense_layers} layers{dense}"
         )
 
     def sizes(self, moe: ToMoEForCausalLM, stored: int, more: str = "") -> Sizes:
-        """What an export of so many bytes is; `more` ends its words."""
+        """Return the sizes of an export of so many bytes; `more` ends its words."""
         overlapping = moe.config.tomoe_expert_form == "overlapping"
         copies = overlapping and self.experts * self.width > min(moe.config.tomoe_union_sizes)
         return Sizes(stored, self.words(moe) + more, copies, self.zeros)
 
 
 @dataclass(eq=False, kw_only=True)
-class Carrier(Target):
-    """A class of transformers that carries experts; decoder: around them; sizes_of: the keys of its config that tell of them;
-    tried_with: older versions of transformers that computed the same; other_form: why it has no place for another form of
-    experts, as half a sentence; how_well: it holds a model that it supports."""
+class StockArch(Target):
+    """A class of transformers with experts; decoder: around them; sizes_of: config keys of their sizes; tried_with: older
+    versions of transformers that computed the same; other_form: why it does not support another form of experts, as half a
+    sentence; how_well: with which precision it represents a supported model."""
 
     name: str
     config_class: type[PreTrainedConfig]
@@ -124,12 +124,12 @@ class Carrier(Target):
 
     @property
     def rules(self) -> TargetRules:
-        """What it asks of the experts of a conversion."""
+        """What it requires of a conversion's experts."""
         return TARGET_RULES[self.name]
 
     @property
     def about(self) -> str:
-        """The name of the class without what all such names end with."""
+        """The name of the class without the common ending."""
         return self.config_class.__name__.removesuffix("Config").removesuffix("Text")
 
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
@@ -139,18 +139,18 @@ class Carrier(Target):
         return self.form_problem(form) or self.decoder.problem(dense)
 
     def form_problem(self, form: str) -> str | None:
-        """Why the class has no place for experts of this form (experts.form), as half a sentence; None if it has."""
+        """Say why the class does not support experts of this form (experts.form), as half a sentence; None if it does."""
         return None if form in self.rules.forms else self.other_form
 
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        """Why the class cannot hold these experts, as half a sentence; None if it can."""
+        """Say why the class cannot represent these experts, as half a sentence; None if it can."""
         return None
 
     @abstractmethod
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
-        """The sizes that all layers get; expert widths are multiples of `multiple`."""
+        """Return the sizes that all layers get; expert widths are multiples of `multiple`."""
 
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+    def is_adjustable(self, moe: ToMoEForCausalLM) -> bool:
         return self.form is None or not self.form.normalized
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
@@ -158,7 +158,7 @@ class Carrier(Target):
         return layout.sizes(moe, self.bytes(moe, layout))
 
     def config(self, moe: ToMoEForCausalLM, layout: StockLayout) -> PreTrainedConfig:
-        """The config of the export. Raises UserError if the class computes something else with it."""
+        """Make the config of the export. Raises UserError if the class computes something else with it."""
         values = self.decoder.values(moe, self.config_class) | self.sizes_of(moe, layout)
         config = self.config_class(**values, architectures=[f"{self.about}ForCausalLM"])
         config.dtype = moe.dtype
@@ -177,15 +177,15 @@ class Carrier(Target):
     def mlp_tensors(
         self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
     ) -> Iterator[tuple[str, Tensor]]:
-        """Name (behind that of the layer) and value of every tensor of the MLP of layer i; eps: of its router, from `scales`."""
+        """Yield name (within the layer) and value of every tensor of the MLP of layer i; eps: of its router, from `scales`."""
 
     def scales(self, moe: ToMoEForCausalLM) -> list[float]:
-        """What the routers of all layers are multiplied by."""
+        """Return the factors of the routers of all layers."""
         return [1.0] * len(moe.mlps())
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate, up [w, D] and down [D, w] of an expert (zeros beyond the last), or of the shared one if it is None. A class
-        that weighs it multiplies down by what undoes that."""
+        """Return gate, up [w, D] and down [D, w] of an expert (zeros beyond the last), or of the shared one if None. A class that
+        weighs it multiplies down by the inverse."""
         assert mlp.gate_proj is not None
         width = layout.shared if expert is None else layout.width
         if expert is None:
@@ -201,7 +201,7 @@ class Carrier(Target):
         return gate, up, padded(mlp.down_proj[rows].t(), width, 1)
 
     def bytes(self, moe: ToMoEForCausalLM, layout: StockLayout) -> int:
-        """Of the weights."""
+        """Count the bytes of the weights."""
         return sum(p.numel() for p in empty_stock(self.config(moe, layout)).parameters()) * moe.dtype.itemsize
 
     def write(self, job: Job, folder: Path) -> None:
@@ -214,7 +214,7 @@ class Carrier(Target):
 
 
 def mlp_problem(model: Any) -> str | None:
-    """Why no stock class has MLPs such as those of this model, dense or converted, as half a sentence; None if some may have."""
+    """Say why no stock class has MLPs like those of this model, dense or converted, as half a sentence; None if some may."""
     converted = isinstance(model, ToMoEForCausalLM)
     mlps: Sequence[Any] = model.mlps() if converted else converted_mlps(model)
     first = mlps[0]
@@ -232,24 +232,24 @@ def mlp_problem(model: Any) -> str | None:
 
 
 def empty_stock(config: PreTrainedConfig) -> Any:
-    """A model of this config on the meta device, to read names and sizes from."""
+    """Make a model of this config on the meta device, to read names and sizes from."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def padded(t: Float[Tensor, "n m"], size: int, dim: int) -> Float[Tensor, "_ _"]:
-    """Append zeros along `dim`, up to `size`."""
+    """Pad with zeros along `dim` to `size`."""
     shape = list(t.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([t, t.new_zeros(shape)], dim).contiguous()
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The next multiple, and one at least."""
+    """Round up to a multiple, at least one."""
     return max(multiple, -(-size // multiple) * multiple)
 
 
 def each(place: str, projections: tuple[str, str, str] = PROJECTIONS) -> tuple[str, str, str]:
-    """Names of an MLP's gate, up and down matrices in a layer."""
+    """Names of gate, up and down matrices of an MLP in a layer."""
     gate, up, down = (f"{place}.{name}.weight" for name in projections)
     return gate, up, down

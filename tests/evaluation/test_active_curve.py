@@ -12,24 +12,24 @@ from test_results import some_rows
 
 from pico_files import CommandLine, refused, rows_from
 from tomoe.errors import UserError
-from tomoe.evaluation.evaluate import dial_settings, evaluate, save_dials
-from tomoe.evaluation.results import DIAL, read_rows
-from tomoe.moe.active_experts import dial_of
+from tomoe.evaluation.evaluate import evaluate, save_active_curves, settings_to_measure
+from tomoe.evaluation.results import ACTIVE_CURVE, read_rows
+from tomoe.moe.active_experts import runtime_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 
 def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:
     """Without a dense model named, the one of the plan is the reference; two fractions near one number are one row."""
-    folder, dial = tmp_path / "moe", dial_of(str(converted_fine / "moe"))
+    folder, runtime = tmp_path / "moe", runtime_settings(str(converted_fine / "moe"))
     shutil.copytree(converted_fine / "moe", folder)
     found = tmp_path / "rows.json"
     done = tomoe("evaluate", folder, "--active", "30%,0.6,0.6001,1", "--dtype", "float32", "--json", found)
     assert done.code == 0, done.err
-    points = [dial.nearest(active) for active in (0.3, 0.6, 1)]
+    points = [runtime.nearest(active) for active in (0.3, 0.6, 1)]
     assert done.err.splitlines()[:3] == [f"moe: {point}" for point in points]
     rows = rows_from(found.read_text())
-    planned = dial.config.planned_top_k
+    planned = runtime.config.planned_top_k
     assert points[1].value == planned
     names = [f"moe, {p.value} of 64 experts" for p in points]
     assert [row.name for row in rows] == ["dense", names[0], "moe", names[2]]
@@ -49,13 +49,13 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     assert rows[-1].usage.per_token == [64, 64]
 
     # kept in the folder for its report
-    assert f"The measurements are saved in {folder / 'dial.json'}" in done.out.replace("\n", "")
-    assert read_rows(folder, DIAL) == rows
+    assert f"The measurements are saved in {folder / 'active.json'}" in done.out.replace("\n", "")
+    assert read_rows(folder, ACTIVE_CURVE) == rows
     shown = tomoe("report", folder)
     assert shown.code == 0, shown.err
-    assert (folder / "figures" / "dial.svg").is_file()
+    assert (folder / "figures" / "active.svg").is_file()
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert 'id="figure-dial"' in page
+    assert 'id="figure-active"' in page
     assert all(f"{row.measurement.perplexity:.4g} at {row.facts['active_share']:.0%}" in page for row in rows[1:])
 
 
@@ -64,14 +64,14 @@ def test_a_single_point_and_a_strange_reference_are_not_kept(converted_fine: Pat
     dense, fine = str(converted_fine / "dense"), str(tmp_path / "moe")
     _, routed = some_rows()
     plain = replace(routed, usage=None)
-    assert save_dials(dial_settings([dense, fine], [0.5]), [plain, routed]) == []
-    assert save_dials(dial_settings([fine, fine], [0.5, 1.0]), [routed] * 3) == []
-    settings = dial_settings([dense, fine], [0.5, 1.0])
-    assert save_dials(settings, [plain, routed, routed]) == [tmp_path / "moe" / "dial.json"]
-    (tmp_path / "moe" / "dial.json").unlink()
-    (tmp_path / "moe" / "dial.json").mkdir()
+    assert save_active_curves(settings_to_measure([dense, fine], [0.5]), [plain, routed]) == []
+    assert save_active_curves(settings_to_measure([fine, fine], [0.5, 1.0]), [routed] * 3) == []
+    settings = settings_to_measure([dense, fine], [0.5, 1.0])
+    assert save_active_curves(settings, [plain, routed, routed]) == [tmp_path / "moe" / "active.json"]
+    (tmp_path / "moe" / "active.json").unlink()
+    (tmp_path / "moe" / "active.json").mkdir()
     with pytest.raises(UserError, match="cannot write"):
-        save_dials(settings, [plain, routed, routed])
+        save_active_curves(settings, [plain, routed, routed])
 
 
 def test_offloaded_it_is_the_same(converted_fine: Path) -> None:
@@ -85,14 +85,14 @@ def test_offloaded_it_is_the_same(converted_fine: Path) -> None:
 def test_the_reference_may_be_anything_and_the_others_not(converted_fine: Path, converted: Path) -> None:
     dense, fine, other = (str(path) for path in (converted / "dense", converted_fine / "moe", converted / "moe"))
     for first in (dense, fine, other):
-        settings = dial_settings([first, fine], [0.5, 1.0])
+        settings = settings_to_measure([first, fine], [0.5, 1.0])
         assert [name for name, _ in settings] == [first, fine, fine]
         assert settings[0][1] is None
-    assert dial_settings([dense, other], []) == [(dense, None), (other, None)]
+    assert settings_to_measure([dense, other], []) == [(dense, None), (other, None)]
     with pytest.raises(UserError, match="is a dense model"):
-        dial_settings([fine, dense], [0.5])
+        settings_to_measure([fine, dense], [0.5])
     with pytest.raises(UserError, match="is a dense model"):
-        dial_settings([dense], [0.5])
+        settings_to_measure([dense], [0.5])
 
 
 def test_a_dense_model_that_is_gone_must_be_named(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:

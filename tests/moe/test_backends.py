@@ -1,4 +1,4 @@
-"""Which way `auto` computes a step: a table of every form, dtype and number of tokens, with and without kernel and gradients."""
+"""Which backend `auto` takes: a table of every form, dtype and number of tokens, with and without kernel and gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_experts import CASES, Case, make_inputs, make_mlp, one_by_one
 
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels import gpu, native
-from tomoe.moe.modeling_tomoe import WAYS, Way, choose, choose_backend, sum_rows
+from tomoe.moe.modeling_tomoe import BACKENDS, Backend, choose, choose_backend, sum_rows
 
 FORMS = {"overlapping": Case(), "fine": CASES["fine"]}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,7 +26,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(native, "PROCESSOR", {})
     monkeypatch.setattr(native, "kernel", (lambda: "one") if request.param == "kernel" else lambda: None)
     if request.param == "no tomoe":
-        monkeypatch.setitem(WAYS, "experts", {name: WAYS["experts"][name] for name in ("runs", "masked")})
+        monkeypatch.setitem(BACKENDS, "experts", {name: BACKENDS["experts"][name] for name in ("runs", "masked")})
     return request.param
 
 
@@ -48,8 +48,8 @@ def test_the_way_of_every_form_dtype_and_number_of_tokens(form: str, learns: boo
 def test_what_does_not_compute_on_the_processor_is_not_asked_to_wait(form: str, kernel: str) -> None:
     """Which experts got tokens is known on the device alone: one token goes without, and so do thin experts."""
     mlp = make_mlp(FORMS[form], torch.bfloat16).to("meta")
-    ways = [choose_backend(mlp, torch.empty(n, 32, dtype=torch.bfloat16, device="meta")) for n in TOKENS]
-    assert ways == ["masked", "masked", "runs" if form == "overlapping" else "masked"]
+    backends = [choose_backend(mlp, torch.empty(n, 32, dtype=torch.bfloat16, device="meta")) for n in TOKENS]
+    assert backends == ["masked", "masked", "runs" if form == "overlapping" else "masked"]
 
 
 def test_a_graph_has_no_runs(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
@@ -118,10 +118,10 @@ def test_a_dtype_that_the_kernel_does_not_compute_is_noted(
 
 
 def test_a_way_that_is_entered_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(WAYS, "experts", {"masked": WAYS["experts"]["masked"]})
+    monkeypatch.setitem(BACKENDS, "experts", {"masked": BACKENDS["experts"]["masked"]})
     taken: list[int] = []
-    special = Way(lambda mlp, x, ids: taken.append(len(x)) or x, lambda mlp, x: len(x) < 9)
-    modeling_tomoe.enter("experts", special=special)
+    special = Backend(lambda mlp, x, ids: taken.append(len(x)) or x, lambda mlp, x: len(x) < 9)
+    modeling_tomoe.register("experts", special=special)
     mlp = make_mlp(Case())
     assert [choose_backend(mlp, torch.empty(n, 32)) for n in (8, 9)] == ["special", "masked"]
     mlp(torch.zeros(8, 32))
@@ -132,8 +132,8 @@ def test_a_way_that_is_entered_is_asked_first(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_step_ends_in_a_way_that_everything_suits() -> None:
-    for step, ways in WAYS.items():
-        assert list(ways.values())[-1].suits is modeling_tomoe.always, step
+    for step, backends in BACKENDS.items():
+        assert list(backends.values())[-1].supports is modeling_tomoe.always, step
     assert choose("largest logits", torch.zeros(2, 3, dtype=torch.float64), 1) == "pytorch"
 
 
@@ -148,7 +148,7 @@ def test_16_bits_on_a_processor_without_such_products(
     monkeypatch.setattr(modeling_tomoe, "GATHER_SIZE", 16)
     mlp, (x, expert_ids) = make_mlp(CASES[name], dtype), make_inputs(CASES[name], dtype)
     expected, sizes = one_by_one(mlp, x, expert_ids)
-    y = WAYS["experts"][backend].run(mlp, x, expert_ids)
+    y = BACKENDS["experts"][backend].run(mlp, x, expert_ids)
     assert y.dtype == dtype
     excess = (y.double() - expected).abs() - torch.finfo(dtype).eps * (3 * sizes + expected.abs())
     assert not len(x) or excess.max() <= 0

@@ -1,4 +1,4 @@
-"""Whatever fails while a library reads or writes a model is one sentence; what it only warns of is passed on."""
+"""Turn errors of libraries that read or write a model into one sentence each; pass their warnings on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tomoe.errors import Advice, Note, UserError, is_out_of_memory, shortened
 from tomoe.model import catalog
 from tomoe.model.hub import hub_reason
 
-# Warnings of transformers and accelerate that say what the loader has read from their report, or has settled itself.
+# Warnings of transformers and accelerate that say what the loader has read from their report, or has handled itself.
 HANDLED = (
     "LOAD REPORT",
     "specifies to tie",
@@ -31,7 +31,7 @@ HANDLED = (
     "generation flags are not valid",
 )
 
-# What transformers says of a model that it does not know: the files are whole.
+# What transformers says of a model that it does not know: the files are complete.
 _UNKNOWN = (
     "does not recognize this architecture",
     "Unrecognized configuration class",
@@ -47,7 +47,7 @@ TOKENIZER_ADVICE = "copy tokenizer.json and tokenizer_config.json from where the
 
 @contextmanager
 def one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator[None]:
-    """Raise UserError, in one sentence, for whatever the libraries raise within; nothing of theirs is printed."""
+    """Raise UserError, in one sentence, for any error of the libraries within the block; they print nothing."""
     where = " from the hub" if isinstance(place, str) else ""
     # a .gguf file is its own tokenizer
     advice = TOKENIZER_ADVICE if part == "tokenizer" and Path(place).suffix != ".gguf" else ""
@@ -57,13 +57,13 @@ def one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator
 
 @contextmanager
 def usable_config(place: Path | str) -> Iterator[None]:
-    """Raise UserError, in one sentence, for whatever a config makes the libraries raise."""
+    """Raise UserError, in one sentence, for any error that a config causes in the libraries."""
     with _raising(f"the config of {place} cannot be used", False, ""):
         yield
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raises UserError, in one sentence, for settings that transformers refuses to read, without which the model loads."""
+    """Raise UserError, in one sentence, for settings that transformers refuses to read; without them the model loads."""
     file = folder / "generation_config.json"
     if file.exists():
         with _raising(f"{file} cannot be used", False, "take this setting out of it, or delete the file"):
@@ -72,7 +72,7 @@ def check_generation_config(folder: Path) -> None:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise UserError, in one sentence, for whatever keeps the libraries from writing; mistakes of ours pass."""
+    """Raise UserError, in one sentence, if the libraries cannot write; bugs in tomoe pass through."""
     try:
         yield
     except (UserError, AssertionError):
@@ -88,7 +88,7 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:
-        # a panic of Rust is no Exception
+        # a panic of Rust is not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = hub_reason(error) if on_hub else None
@@ -111,11 +111,11 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What a library means, in its own words but for one case, in one line."""
+    """Return a library's message in one line, in its own words with one exception."""
     message = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
     if "trust_remote_code" in message:
         return "it comes with its own code (trust_remote_code), which is not run here"
-    # the messages of others are no sentences for users: a key, a number, half of what went wrong; those of Rust have no type
+    # other messages are not sentences for users: a key, a number, half of what went wrong; those of Rust have no type
     plain = type(error) is Exception or isinstance(
         error, OSError | ValueError | RuntimeError | ImportError | SafetensorError
     )
@@ -125,7 +125,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def _listening(place: Path | str, model: str) -> Iterator[None]:
-    """Take the messages and bars of transformers, unless its verbosity is info; what nobody has handled becomes a `Note`."""
+    """Capture messages and bars of transformers, unless its verbosity is info; what is not handled becomes a `Note`."""
     bars = transformers_logging.is_progress_bar_enabled()
     if transformers_logging.get_verbosity() <= logging.INFO:
         yield
