@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tomoe as api
 from conftest import make_pico, make_plan, tokens, write_export
-from tomoe.exporting.choice import TARGETS, choose
+from tomoe.exporting.choice import TARGETS, choose_target
 from tomoe.exporting.export import padding_notice
 from tomoe.exporting.stock.table import GLM4_MOE
 from tomoe.exporting.target import Options
@@ -66,7 +66,7 @@ def learned_plan(dense: PreTrainedModel) -> Plan:
 def written(dense: PreTrainedModel, plan: Plan, folder: Path, multiple: int | None = None) -> Case:
     """The plan folded and exported to the class that `auto` takes."""
     moe = fold(dense, plan)
-    choice = choose(moe, "auto")
+    choice = choose_target(moe, "auto")
     assert choice.target.name == "glm4_moe"
     write_export(choice, moe, None, folder, Options(multiple))
     return Case(dense, plan, moe, folder)

@@ -22,7 +22,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-from tomoe.data.evaluation_text import held_out_text, read_text
+from tomoe.data.evaluation_text import held_out_text, load_text
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.speed.same_kernel import backends_of, run_everything, set_to
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
@@ -307,7 +307,7 @@ def benchmark(
     if text is None:
         evaluation = held_out_text([moe])
     else:
-        evaluation = read_text(text, load_tokenizer(dense), 128, max(batches) * (max(prompts) + STEPS))
+        evaluation = load_text(text, load_tokenizer(dense), 128, max(batches) * (max(prompts) + STEPS))
     ids = evaluation.sequences.input_ids[evaluation.sequences.mask]
     models: dict[str, Any] = {}
     memory: dict[str, Memory] = {}

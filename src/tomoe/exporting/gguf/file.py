@@ -39,7 +39,7 @@ COARSER_ROWS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of the file."""
 
     name: str
@@ -95,7 +95,7 @@ class Weights:
             kind = GGMLQuantizationType.Q5_0 if short else COARSER_ROWS[kind]
         return kind
 
-    def larger_rows(self, entries: Iterable[Entry]) -> str:
+    def larger_rows(self, entries: Iterable[TensorEntry]) -> str:
         """Say how many of the values need a larger type; empty if none do."""
         numbers: Counter[str] = Counter()
         total = 0
@@ -109,13 +109,13 @@ class Weights:
         return f" ({shares}: rows whose length is not a multiple of {GGML_QUANT_SIZES[TYPES[self.precision]][0]})"
 
 
-def make_entry(name: str, weights: Weights, make: Callable[[], Tensor], shape: tuple[int, ...] | None) -> Entry:
+def make_entry(name: str, weights: Weights, make: Callable[[], Tensor], shape: tuple[int, ...] | None) -> TensorEntry:
     """Make a tensor of the file, in the type for its name and rows."""
     shape = tuple(make().shape) if shape is None else shape
-    return Entry(name, shape, weights.fitting(name, shape), make)
+    return TensorEntry(name, shape, weights.fitting(name, shape), make)
 
 
-def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
+def quantized(entry: TensorEntry) -> Shaped[np.ndarray, ...]:
     """Return the tensor of an entry as stored."""
     return quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
 
@@ -123,9 +123,9 @@ def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
 def write_tensors(
     writer: GGUFWriter,
     path: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     on_progress: StageCallback,
-    stored: Callable[[Entry], Shaped[np.ndarray, ...]] = quantized,
+    stored: Callable[[TensorEntry], Shaped[np.ndarray, ...]] = quantized,
 ) -> None:
     """Write the file, tensor by tensor, and close the writer. `stored` makes the data of an entry."""
     for entry in entries:

@@ -27,9 +27,9 @@ from transformers import PreTrainedConfig
 
 from tomoe.errors import UserError
 from tomoe.exporting.gguf.experts import MERGED
-from tomoe.exporting.gguf.file import Entry, Weights, make_entry, write_tensors
+from tomoe.exporting.gguf.file import TensorEntry, Weights, make_entry, write_tensors
 from tomoe.exporting.gguf.llama_cpp import check_quantizer, quantize
-from tomoe.exporting.gguf.target import arch_of, write_head
+from tomoe.exporting.gguf.target import arch_of, write_keys
 from tomoe.exporting.stock.architecture import StockLayout, empty_stock
 from tomoe.exporting.target import Precision
 from tomoe.model.loading import load_config
@@ -138,7 +138,7 @@ class _Model:
             raise UserError(f"llama.cpp does not support this model with experts: {problem}")
         return moe
 
-    def entries(self, moe: ToMoEForCausalLM, stored: StockLayout, precision: Precision) -> list[Entry]:
+    def entries(self, moe: ToMoEForCausalLM, stored: StockLayout, precision: Precision) -> list[TensorEntry]:
         weights = Weights(precision, self.shape.num_layers, stored.experts)
         return [make_entry(name, weights, make, shape) for name, make, shape in self.arch.parts(moe, stored)]
 
@@ -188,7 +188,7 @@ def _candidate(
 
     def write(path: Path) -> None:
         writer = GGUFWriter(None, name)
-        write_head(writer, moe, stored, path.stem, precision)
+        write_keys(writer, moe, stored, path.stem, precision)
         _write_vocabulary(writer)
         rng = np.random.default_rng(0)
         write_tensors(writer, path, tensors, no_stage_progress, lambda entry: _random(entry, rng))
@@ -196,7 +196,7 @@ def _candidate(
     return Candidate(precision, active, converted, nbytes, read[1][3], few.target), write
 
 
-def _random(entry: Entry, rng: np.random.Generator) -> Shaped[np.ndarray, ...]:
+def _random(entry: TensorEntry, rng: np.random.Generator) -> Shaped[np.ndarray, ...]:
     rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
     numbers = np.ones((1, columns)) if "norm" in entry.name else 0.02 * rng.standard_normal((min(rows, _TILE), columns))
     # a router must not repeat itself: equal experts would be chosen together
@@ -223,7 +223,7 @@ def check_engine(precisions: Sequence[Precision]) -> None:
         check_quantizer(precision)
 
 
-def measure(
+def time_layouts(
     model: str,
     actives: Sequence[float],
     precisions: Sequence[Precision] = ("q8_0", "q4_k_m"),
