@@ -183,7 +183,7 @@ def test_first_layers_that_use_all_experts_are_written_whole(tmp_path: Path) -> 
     plan = replace(plan, layers=(replace(first, top_k=8), *others))
     case = written(dense, plan, tmp_path / "out")
     layout = GLM4_MOE.layout(case.folded, None)
-    assert (layout.whole, layout.top_k, layout.experts) == (1, 2, 8)
+    assert (layout.dense_layers, layout.top_k, layout.experts) == (1, 2, 8)
     exported = AutoModelForCausalLM.from_pretrained(case.folder)
     assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)
     ids = tokens(8, 16, seed=5)

@@ -139,7 +139,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
 @compiled
 def test_auto_takes_it_wherever_it_fits() -> None:
-    """By dtype, number of tokens and gradients: `test_ways`."""
+    """By dtype, number of tokens and gradients: `test_backends`."""
 
     def chosen(name: str, tokens: int = 8, dtype: torch.dtype = torch.float32) -> str:
         return choose_backend(make_mlp(CASES[name]), torch.zeros(tokens, 32, dtype=dtype))

@@ -152,7 +152,7 @@ class Corpus:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise UserError(
-                f"{path} is not a whole file of prepared tokens ({shortened(error)}); prepare them again"
+                f"{path} is not a complete file of prepared tokens ({shortened(error)}); prepare them again"
             ) from None
 
     def _tensors(self) -> dict[str, Tensor]:

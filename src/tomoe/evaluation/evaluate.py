@@ -81,7 +81,7 @@ def evaluate(
     settings = settings_to_measure([_label(i, model) for i, model in enumerate(named)], active)
     loaded = _loaded(settings, dtype, device, offload, given)
     if isinstance(text, str | Path) and context is None:
-        find_source(str(text))  # before a model is loaded in vain
+        find_source(str(text))  # before a model is loaded for nothing
         first = next(loaded)  # its config is at hand; to read one alone takes seconds from a .gguf file
         context = min(CONTEXT, max_positions(first.config) or CONTEXT)
         loaded = itertools.chain([first], loaded)

@@ -39,7 +39,7 @@ def repair(
 
     changes: `repair.key=value` settings (mode full if the conversion was not repaired). data: text to fit to (default: what
     the conversion learned from). dense: the dense model, if it is not where the plan says. Returns the new plan. If it is
-    killed, the same call resumes after the last whole layer.
+    killed, the same call resumes after the last complete layer.
 
     Raises UserError if the folder holds no conversion or a fine-tuned one, its dense model changed, or no text is there.
     """

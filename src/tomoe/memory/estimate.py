@@ -148,8 +148,8 @@ def base_bytes(sizes: ParamCounts, dtype: torch.dtype, shards: int = 1) -> int:
     """Bytes of the frozen base in one process. If it is sharded, the running layer and the output matrix are complete."""
     if shards == 1:
         return sizes.total * dtype.itemsize
-    whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output
-    return (sizes.total + (shards - 1) * whole) // shards * dtype.itemsize
+    layer = sizes.decoder_params // sizes.shape.num_layers + sizes.output
+    return (sizes.total + (shards - 1) * layer) // shards * dtype.itemsize
 
 
 def fitted_tokens(repair: RepairSection, data: DataSection) -> int:

@@ -104,15 +104,15 @@ def resolve_method(recipe: Recipe, method: Method | None = None) -> tuple[Method
             f"or method to {', '.join(others)} or {last}"
         )
     name = recipe.method.name or found.name
-    whole = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
-    keys = whole.flatten()
+    resolved = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
+    keys = resolved.flatten()
     for key, value in found.requires.items():
         if keys[key] != value:
             raise UserError(
                 f"method {found.name} needs {key} = {_shown(value)}, but it is {_shown(keys[key])}; leave it out, or choose "
                 "another method"
             )
-    return method, whole
+    return method, resolved
 
 
 _KINDS: dict[Form, str] = {

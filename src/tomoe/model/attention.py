@@ -94,7 +94,7 @@ def _check_norms(model: nn.Module, attention: Any, head_dim: int) -> None:
     weight = getattr(norm, "weight", None)
     if weight is None or tuple(weight.shape) != (head_dim,) or not hasattr(norm, "variance_epsilon"):
         raise _refuse(model, "its q_norm is not an RMS norm over one head's dims (as in qwen3), so it cannot be folded")
-    # A sharded weight is not a plain tensor outside of forward; folding loads the model whole and checks it then.
+    # A sharded weight is not a plain tensor outside of forward; folding loads the full model and checks it then.
     if weight.device.type != "meta" and not hasattr(weight, "full_tensor"):
         x = torch.linspace(-1, 1, head_dim, device=weight.device, dtype=weight.dtype)
         rms_norm = weight * x * torch.rsqrt(x.float().square().mean() + norm.variance_epsilon).to(x.dtype)

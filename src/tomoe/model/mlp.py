@@ -70,8 +70,8 @@ class WeightMatrix:
     def weight(self) -> Float[Tensor, "out in"]:
         """The matrix, as a view of the module's."""
         stored = self.module.weight
-        whole = stored.t() if isinstance(self.module, Conv1D) else stored
-        return whole if self.rows is None else whole[self.rows]
+        matrix = stored.t() if isinstance(self.module, Conv1D) else stored
+        return matrix if self.rows is None else matrix[self.rows]
 
     @property
     def bias(self) -> Float[Tensor, " out"] | None:

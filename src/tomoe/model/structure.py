@@ -70,8 +70,8 @@ def shape_of(model: nn.Module) -> ModelShape:
     )
     neuron = known.hidden_size * (3 if known.gated else 2)
     attention = 2 * known.hidden_size * (known.num_heads + known.num_kv_heads) * known.head_dim
-    whole = sum(_own_matrices(module) for layer in decoder_layers(model) for module in layer.modules())
-    return replace(known, other_params=whole - known.num_layers * (neuron * known.mlp_size + attention))
+    total = sum(_own_matrices(module) for layer in decoder_layers(model) for module in layer.modules())
+    return replace(known, other_params=total - known.num_layers * (neuron * known.mlp_size + attention))
 
 
 def _own_matrices(module: Any) -> int:

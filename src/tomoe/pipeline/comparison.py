@@ -109,12 +109,12 @@ def compare_methods(
     measured_on = measured_on or EvaluationText(corpus.evaluation, "held out")
     bench = _Bench(out, dense, fingerprint(dense), corpus, measured_on, on_progress)
     entries = [bench.dense_entry()]
-    for (name, share), (method, whole) in planned.items():
-        wanted = [repaired for repaired in repairs if not repaired or whole.repair.mode != "none"]
-        missing = [repaired for repaired in wanted if bench.kept(name, whole, repaired) is None]
+    for (name, share), (method, resolved) in planned.items():
+        wanted = [repaired for repaired in repairs if not repaired or resolved.repair.mode != "none"]
+        missing = [repaired for repaired in wanted if bench.kept(name, resolved, repaired) is None]
         if missing:
-            bench.run(name, share, method, whole, missing)
-        found = (bench.kept(name, whole, repaired) for repaired in wanted)
+            bench.run(name, share, method, resolved, missing)
+        found = (bench.kept(name, resolved, repaired) for repaired in wanted)
         entries += [entry for entry in found if entry is not None]
     _write(out, entries)
     return entries

@@ -224,8 +224,8 @@ class Training:
         try:
             yield
         except BaseException:
-            whole = not self.updating and not self.nonfinite_steps
-            if whole and self.step > self.saved and self._learned_is_finite():
+            finished = not self.updating and not self.nonfinite_steps
+            if finished and self.step > self.saved and self._learned_is_finite():
                 self.save()
             raise
 

@@ -62,8 +62,8 @@ def test_files_are_those_of_an_export_and_the_fastest_that_reads_prompts_well_is
     assert taken is not None
     assert taken.num_experts <= 16
     # all layers, and the rows of the real vocabulary
-    assert dense.tokens_per_second == pytest.approx(1 / dense.candidate.whole)
-    assert dense.candidate.whole > 3 * dense.candidate.bytes
+    assert dense.tokens_per_second == pytest.approx(1 / dense.candidate.full_bytes)
+    assert dense.candidate.full_bytes > 3 * dense.candidate.bytes
     assert len(table(rows)[1]) == len(json.loads(to_json("m", 1, rows))["rows"]) == len(rows)
 
 

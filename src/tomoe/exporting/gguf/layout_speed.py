@@ -59,7 +59,7 @@ class Candidate:
     active: float
     layout: FineLayout | None
     bytes: float  # of weights that a token reads in the timed layers
-    whole: float  # the same of all layers and of the output matrix
+    full_bytes: float  # the same of all layers and of the output matrix
     target: str  # of a conversion to such a file
 
     @property
@@ -88,7 +88,7 @@ class Timed:
     @property
     def tokens_per_second(self) -> float:
         """Estimated for all layers and the output matrix, by their bytes."""
-        return self.candidate.bytes / self.candidate.whole / statistics.median(self.tokens)
+        return self.candidate.bytes / self.candidate.full_bytes / statistics.median(self.tokens)
 
 
 def best(rows: Sequence[Timed]) -> Timed:
@@ -148,14 +148,14 @@ def candidates(
 ) -> Iterator[tuple[Candidate, Callable[[Path], None]]]:
     """Yield the dense file and one per layout and active fraction, with its writer. Raises UserError if no layout meets one of
     the fractions, or if llama.cpp cannot run the model."""
-    whole, few = _Model(config), _Model(config, layers)
+    full, few = _Model(config), _Model(config, layers)
     dense_yet = False
     for active in actives:
         seen: set[FineLayout] = set()
         for number in NUMBERS:
-            recipe = Recipe().changed([f"target={whole.target}", f"active={active}", f"experts.num_experts={number}"])
+            recipe = Recipe().changed([f"target={full.target}", f"active={active}", f"experts.num_experts={number}"])
             try:
-                layout = cast(FineLayout, layout_of(recipe, whole.shape))
+                layout = cast(FineLayout, layout_of(recipe, full.shape))
             except UserError:
                 if number:
                     continue
@@ -165,15 +165,15 @@ def candidates(
             seen.add(layout)
             if not dense_yet:
                 dense_yet = True
-                yield _candidate(whole, few, layout, None, 1.0, precision)
-            yield _candidate(whole, few, layout, layout, active, precision)
+                yield _candidate(full, few, layout, None, 1.0, precision)
+            yield _candidate(full, few, layout, layout, active, precision)
 
 
 def _candidate(
-    whole: _Model, few: _Model, layout: FineLayout, converted: FineLayout | None, active: float, precision: Precision
+    full: _Model, few: _Model, layout: FineLayout, converted: FineLayout | None, active: float, precision: Precision
 ) -> tuple[Candidate, Callable[[Path], None]]:
     read = []
-    for model in (few, whole):
+    for model in (few, full):
         moe = model.moe(layout)
         stored = model.arch.layout(moe, None)
         if converted is None:

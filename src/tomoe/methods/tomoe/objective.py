@@ -133,8 +133,8 @@ def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tenso
 
 def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, " L"]:
     """Return the active fraction of each layer: if all layers have one width, each has to meet the budget."""
-    whole = decoder_params(shape) / shape.num_layers
-    return (layer_params(shape, *layer_widths(masks, shape)) + routers / shape.num_layers) / whole
+    total = decoder_params(shape) / shape.num_layers
+    return (layer_params(shape, *layer_widths(masks, shape)) + routers / shape.num_layers) / total
 
 
 class _Product(torch.autograd.Function):

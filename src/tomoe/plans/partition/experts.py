@@ -167,7 +167,7 @@ def plan_fine(
 ) -> Plan:
     """Plan the experts that `make` gives each layer, with the fraction `active` of the decoder parameters.
 
-    `text` are calibration tokens and the mask of real ones. Raises UserError if whole experts cannot meet the budget within
+    `text` are calibration tokens and the mask of real ones. Raises UserError if no number of experts meets the budget within
     `tolerance` (absolute, a fraction of the decoder parameters).
     """
 

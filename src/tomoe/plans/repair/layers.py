@@ -120,7 +120,7 @@ class _Repairing:
         share = self.share if gain else 0.0
         if sums is not None:
             out_tD = real(ours["out"]).float()
-            lost_bSD = F.linear(ours["whole h"] - ours["h"], streams.parts[i].mlp.down.weight)
+            lost_bSD = F.linear(ours["dense h"] - ours["h"], streams.parts[i].mlp.down.weight)
             gap_tD = (1 - share) * real(lost_bSD).float()
             if share and theirs is not None:
                 gap_tD += share / cast(float, gain) * (real(theirs).float() - out_tD)
