@@ -1,6 +1,6 @@
 """The proof of an export: it predicts what the converted model predicts.
 
-It runs in float32. Who loads the export runs it in the dtype that it is stored in, so a few tokens run in that, too.
+It runs in float32. Users run an export in its stored dtype, so a few tokens run in that, too.
 
 A stock router may choose otherwise where two experts are almost tied, and from there on the model answers with other numbers,
 as it does if it runs in bfloat16. So such an export is proved by parts: everything but the routers by predictions with all

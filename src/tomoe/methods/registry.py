@@ -92,7 +92,7 @@ def _checked(found: Any, name: str) -> type[Method]:
 def resolve_method(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recipe]:
     """Return a recipe's method with its settings, or the given one, and the recipe with all that the method implies.
 
-    Raises UserError for an unknown method or setting, and for keys of the recipe that do not go with the method.
+    Raises UserError for an unknown method or setting, and for recipe keys that are incompatible with the method.
     """
     if method is None:
         method = find(recipe.method.name or _implied(recipe))(**recipe.method.model_extra or {})

@@ -1,7 +1,7 @@
 """The inputs that tokens choose, and projections that read only the columns of these.
 
-For the latter a projection's matrix lies input after input in memory (`prepare_`), as that of an image does in `channels_last`:
-shape, values and what writes to it stay what they are. One that something has laid otherwise is multiplied by PyTorch.
+For the latter a projection's matrix is stored column by column (`prepare_`), as an image is in `channels_last`: its shape, values
+and writes to it are unaffected. A matrix with another memory layout is multiplied by PyTorch.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def supports_native(router: Router, x: Tensor) -> bool:
 def native_logits(router: Router, x: Tensor) -> Tensor:
     """Compute the router's logits in the kernel, with float32 sums.
 
-    Weights that are bfloat16 values, as all that tomoe writes are, meet tokens in bfloat16 as such: each product is exact.
+    Weights with bfloat16 values, as tomoe writes them, are multiplied with bfloat16 tokens as such: each product is exact.
     """
     algorithm, multiply = fastest_algorithm(len(x), x.shape[1], x.dtype), multiplier()
     assert algorithm is not None

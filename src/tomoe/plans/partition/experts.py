@@ -59,7 +59,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Experts:
-    """A method's groups of the F neurons of a layer."""
+    """The groups that a method makes of the F neurons of a layer."""
 
     expert_of_neuron: Int[Tensor, " F"]
     """The expert of each neuron, from 0, or SHARED (-1): `Room` says how many neurons each has."""
