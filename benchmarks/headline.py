@@ -33,7 +33,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import tomoe
-from tomoe.data.evaluation_text import EvaluationText, read_text
+from tomoe.data.evaluation_text import EvaluationText, load_text
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.evaluation.results import Measurement
@@ -163,7 +163,7 @@ class Bench:
     def text(self, row: Row, model: Callable[[], PreTrainedModel]) -> Cell:
         """Perplexity and distance from the dense model on the test text, and what the model weighs."""
         context, tokens = TEST
-        found, loaded = self.measured("test", row, model, read_text(self.args.test, self.tokenizer, context, tokens))
+        found, loaded = self.measured("test", row, model, load_text(self.args.test, self.tokenizer, context, tokens))
         facts = model_facts(loaded)
         return {
             "perplexity": found.perplexity, "error": found.standard_error, "kl": found.kl, "top1": found.top1_agreement,
@@ -191,7 +191,7 @@ class Bench:
 
     def positions(self, row: Row, model: Callable[[], PreTrainedModel]) -> Cell:
         """Perplexity and KL by position in one long sequence."""
-        found, _ = self.measured("long", row, model, read_text(self.args.test, self.tokenizer, LONG, LONG))
+        found, _ = self.measured("long", row, model, load_text(self.args.test, self.tokenizer, LONG, LONG))
         return {str(span.end): [span.perplexity, span.kl] for span in found.spans}
 
     def speed(self, row: Row, model: Callable[[], PreTrainedModel]) -> Cell:

@@ -43,7 +43,7 @@ from tomoe.evaluation.speed import throughput
 from tomoe.evaluation.speed.same_kernel import backends_of, run_everything, set_to
 from tomoe.evaluation.speed.throughput import in_own_memory, prefill
 from tomoe.evaluation.writing import humaneval
-from tomoe.evaluation.writing.run import ProgramTask, load
+from tomoe.evaluation.writing.run import ProgramTask, load_task
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.files import format_bytes
 from tomoe.model.generation import asked
@@ -143,7 +143,7 @@ def rows_of(args: argparse.Namespace) -> dict[str, Rival]:
 def solved(path: Path, dense: str, problems: Path, limit: int | None) -> tuple[int, int]:
     """How many problems of HumanEval a GGUF file solves, greedily and through the chat template of the dense model; of how
     many."""
-    loaded = load("humaneval", problems, limit, run_code=True)
+    loaded = load_task("humaneval", problems, limit, run_code=True)
     assert isinstance(loaded, ProgramTask)
     tokenizer, rows = load_tokenizer(dense), loaded.problems
     prompts = [humaneval.prompt_of(row) for row in rows]

@@ -70,7 +70,7 @@ from tomoe.methods.tomoe.network import MaskNetwork
 from tomoe.methods.tomoe.networks import mask_network
 from tomoe.methods.tomoe.objective import MaskStep
 from tomoe.methods.tomoe.projection import Projection
-from tomoe.model.mlp import Linear, Mlp, MlpNames
+from tomoe.model.mlp import Mlp, MlpNames, WeightMatrix
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
@@ -82,7 +82,7 @@ from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
 if TYPE_CHECKING:  # the first imports this file
     from pico_files import CommandLine
-    from tomoe.exporting.choice import Choice
+    from tomoe.exporting.choice import ChosenTarget
     from tomoe.exporting.target import Options
 
 gc.enable()
@@ -225,7 +225,7 @@ def activations(
         module = nn.ModuleDict({name: nn.Linear(hidden, neurons, bias=False) for name in ("gate", "up")})
         module["down"] = nn.Linear(neurons, hidden, bias=False)
     module.requires_grad_(False)["down"].weight.copy_(down)
-    gate, up, down_proj = (Linear(module[name]) for name in ("gate", "up", "down"))
+    gate, up, down_proj = (WeightMatrix(module[name]) for name in ("gate", "up", "down"))
     mlp = Mlp(0, module, "mlp", module, names, gate, up, down_proj, nn.functional.silu, None)
     return Activations(mlp, x, h, weight, down, torch.zeros(len(x), dtype=torch.long))
 
@@ -265,7 +265,7 @@ def pico_folder(
 
 
 def write_export(
-    choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options
+    choice: ChosenTarget, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options
 ) -> None:
     """Write the folder `out` and verify nothing."""
     from tomoe.exporting.target import Job

@@ -20,8 +20,8 @@ def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Give a process that was started without stdin, stdout or stderr, as by cron, one that leads nowhere: else the next file
-    that is opened takes the number, and gets what libraries print."""
+    """Connect missing stdin, stdout or stderr (as under cron) to the null device: otherwise the next file opened gets that
+    number, and the output of libraries."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             # which takes the lowest free number
@@ -29,8 +29,8 @@ def _open_streams() -> None:
 
 
 def _wait_briefly() -> None:
-    """Let threads of OpenMP spin for microseconds where they wait, not milliseconds: beside other work the time of a core goes
-    to those that spin. What the user has set stays. It is read when PyTorch is imported."""
+    """Let waiting OpenMP threads spin for microseconds, not milliseconds: next to other work, spinning threads take the core.
+    Settings of the user are kept. Read when PyTorch is imported."""
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *SPINS)):
         os.environ.update(SPINS)
 

@@ -69,7 +69,7 @@ def remove_leftovers(out: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[Path]:
-    """A folder to write to, whose files move into `out` when all of them are there; otherwise `out` stays as it was.
+    """Yield a folder whose files move into `out` once all are complete; otherwise `out` is unchanged.
 
     Files of `out` that match `replaced` go before, but for a card that was edited. `marker` makes a folder a model: its old
     version goes first and the new one comes last, so that a kill leaves no model of two halves. The files wait in `out`

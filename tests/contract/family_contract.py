@@ -32,7 +32,7 @@ from conftest import SEED, randomise
 from pico_files import FINE, FINE_EXPERTS, SMALL
 from pico_tokenizer import make_tokenizer
 from tomoe.budget import decoder_params, mlp_params, router_params
-from tomoe.methods.inputs import column_norms, plan_inputs
+from tomoe.methods.inputs import group_norms, plan_inputs
 from tomoe.model.hooks import hooked
 from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
@@ -304,7 +304,7 @@ def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[list[float
                 count = counts[kind][i]
                 if count == group.width:
                     continue
-                norms = column_norms(group)
+                norms = group_norms(group)
 
                 def choose(_: object, args: tuple[Tensor], norms: Tensor = norms, count: int = count) -> tuple[Tensor]:
                     mask, margin = mask_of(args[0], norms, count)

@@ -112,7 +112,7 @@ def test_the_plan_of_a_method_folded_and_reloaded(family: str, name: str, tmp_pa
 
 
 @pytest.mark.parametrize("case", CELLS[-2:], indirect=True, ids="-".join)
-def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_and_many_tokens_take_other_backends(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `auto` chooses for one token, for a few and for many: all must be reached, and be right."""
     taken: list[str] = []
 

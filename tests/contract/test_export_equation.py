@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Exaone4ForCausalLM, OlmoForCausal
 
 from conftest import FORMS, PICO, make_pico, make_plan, randomise, tokens, write_export
 from tomoe.errors import UserError
-from tomoe.exporting.choice import TARGETS, choose
+from tomoe.exporting.choice import TARGETS, choose_target
 from tomoe.exporting.stock.plain_decoder import PlainDecoder
 from tomoe.exporting.stock.table import STOCK_ARCHS
 from tomoe.exporting.target import Options
@@ -45,7 +45,7 @@ def make_case(family: str, attention: str, folder: Path) -> Case:
     # many neurons, so that experts of all layers differ in width
     plan = make_plan(dense, attention, active=0.8)
     moe = fold(dense, plan)
-    choice = choose(moe, "auto")
+    choice = choose_target(moe, "auto")
     assert choice.target.name == "mixtral"
     assert "exactly" in choice.reason
     write_export(choice, moe, None, folder, SMALL)
@@ -76,7 +76,7 @@ def test_the_own_form_holds_every_plan(form: str, tmp_path: Path) -> None:
     plan = make_plan(dense, "per_token", form=form)
     plan = repair_plan(plan, dense, text, torch.ones_like(text, dtype=torch.bool), RepairSection(mode="full"))
     moe = fold(dense, plan)
-    write_export(choose(moe, "hf"), moe, None, tmp_path / "out", SMALL)
+    write_export(choose_target(moe, "hf"), moe, None, tmp_path / "out", SMALL)
     with torch.no_grad():
         ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -87,10 +87,10 @@ def refusal(dense: PreTrainedModel, target: str, attention: str = "off", form: s
     """The sentence by which a target refuses what becomes of a model."""
     moe = fold(dense, make_plan(dense, attention, active=0.8, form=form))
     with pytest.raises(UserError) as refused:
-        choose(moe, target)
+        choose_target(moe, target)
     assert "\n" not in str(refused.value)
     if target == "mixtral" and form == "overlapping":
-        own = choose(moe, "auto")
+        own = choose_target(moe, "auto")
         assert own.target.name == "hf"
         assert all(target.name in own.reason for target in STOCK_ARCHS)
     return str(refused.value)
@@ -128,9 +128,9 @@ def test_norms_that_stand_elsewhere_are_refused_and_auto_takes_the_own_form(
     form = "fine" if target == "glm4_moe" else "overlapping"
     moe = fold(dense, make_plan(dense, "off", form=form))
     with pytest.raises(UserError, match=words):
-        choose(moe, target)
+        choose_target(moe, target)
     assert words in str(TARGETS[target].supports_dense(dense, form))
-    assert choose(moe, "auto").target.name == "hf"
+    assert choose_target(moe, "auto").target.name == "hf"
 
 
 def test_a_model_that_does_more_than_its_parts_say_is_refused() -> None:

@@ -17,7 +17,7 @@ from test_export_equation import refusal
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan, write_export
-from tomoe.exporting.choice import TARGETS, choose
+from tomoe.exporting.choice import TARGETS, choose_target
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
 from tomoe.exporting.verify import RouterAgreement, RouterCheck
@@ -75,7 +75,7 @@ def make_case(family: str, folder: Path) -> Case:
     dense = tiny_model(family, **{"intermediate_size": 96} | changes)
     plan = fitting(make_plan(dense, "off", form="fine"), target)
     moe = fold(dense, plan)
-    choice = choose(moe, "auto")
+    choice = choose_target(moe, "auto")
     assert choice.target is target
     write_export(choice, moe, None, folder, Options())
     return Case(dense, plan, moe, target, folder)
@@ -150,6 +150,6 @@ def test_all_multipliers_and_scales_of_a_family_are_seen() -> None:
         mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
     )  # fmt: skip
     dense = tiny_model("ministral3", rope_parameters=rope, sliding_window=None, intermediate_size=96)
-    choice = choose(fold(dense, make_plan(dense, "off", form="fine")), "auto")
+    choice = choose_target(fold(dense, make_plan(dense, "off", form="fine")), "auto")
     assert choice.target.name == "hf"
     assert "the attention of layer 0 is not the usual formula" in choice.reason

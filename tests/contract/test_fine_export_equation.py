@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tomoe as api
 from conftest import make_pico, make_plan, tokens, write_export
-from tomoe.exporting.choice import TARGETS, choose
+from tomoe.exporting.choice import TARGETS, choose_target
 from tomoe.exporting.export import padding_notice
 from tomoe.exporting.stock.table import GLM4_MOE
 from tomoe.exporting.target import Options
@@ -66,7 +66,7 @@ def learned_plan(dense: PreTrainedModel) -> Plan:
 def written(dense: PreTrainedModel, plan: Plan, folder: Path, multiple: int | None = None) -> Case:
     """The plan folded and exported to the class that `auto` takes."""
     moe = fold(dense, plan)
-    choice = choose(moe, "auto")
+    choice = choose_target(moe, "auto")
     assert choice.target.name == "glm4_moe"
     write_export(choice, moe, None, folder, Options(multiple))
     return Case(dense, plan, moe, folder)
@@ -183,7 +183,7 @@ def test_first_layers_that_use_all_experts_are_written_whole(tmp_path: Path) -> 
     plan = replace(plan, layers=(replace(first, top_k=8), *others))
     case = written(dense, plan, tmp_path / "out")
     layout = GLM4_MOE.layout(case.folded, None)
-    assert (layout.whole, layout.top_k, layout.experts) == (1, 2, 8)
+    assert (layout.dense_layers, layout.top_k, layout.experts) == (1, 2, 8)
     exported = AutoModelForCausalLM.from_pretrained(case.folder)
     assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)
     ids = tokens(8, 16, seed=5)

@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md, compared with the imports; how big a room may get, and what benchmarks import."""
+"""The layers of docs/architecture.md, compared with the imports; how long a file may get, and what benchmarks import."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import pytest
 from conftest import SOURCE
 
 DOCS = SOURCE.parents[1] / "docs"
-# A room may import those of the shelves before its own.
-SHELVES = runpy.run_path(str(DOCS / "make_modules.py"))["layers"]((DOCS / "architecture.md").read_text("utf-8"))
-RANK = {room: i for i, shelf in enumerate(SHELVES) for room in shelf}
+# A module may import those of the groups before its own.
+GROUPS = runpy.run_path(str(DOCS / "make_modules.py"))["layers"]((DOCS / "architecture.md").read_text("utf-8"))
+RANK = {module: i for i, group in enumerate(GROUPS) for module in group}
 NEVER = {("methods", "moe"), ("moe", "methods")}
 MODULES = sorted(SOURCE.rglob("*.py"))
 # lines; files aim at 350
 MAX_FILE, MAX_FUNCTION = 450, 60
 # is copied beside the weights, so it cannot be divided, however long it gets
 ONE_FILE = SOURCE / "moe" / "modeling_tomoe.py"
-MAX_ROOMS = 12
+MAX_IN_PACKAGE = 12
 
 
 def name(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
-def room(path: Path) -> str:
+def top_module(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -56,11 +56,11 @@ def imports(path: Path) -> set[str]:
 
 def test_imports_only_go_down() -> None:
     for path in MODULES:
-        here = room(path)
-        if here in ("__init__", "__main__"):  # doors of the house: they lead to every floor
+        here = top_module(path)
+        if here in ("__init__", "__main__"):  # entry points: they import every layer
             continue
-        assert here in RANK, f"{name(path)} stands in no layer; give it one in docs/architecture.md"
-        assert "tomoe" not in imports(path), f"{name(path)} imports the door of the house, which leads to every floor"
+        assert here in RANK, f"{name(path)} is in no layer; give it one in docs/architecture.md"
+        assert "tomoe" not in imports(path), f"{name(path)} imports the entry point, which imports every layer"
         below = {full.split(".")[1] for full in imports(path) if full.startswith("tomoe.")} - {here}
         for there in sorted(below):
             assert RANK[there] < RANK[here], f"{name(path)} may not import tomoe.{there}"
@@ -73,9 +73,9 @@ def test_the_modelling_file_is_self_contained() -> None:
     assert packages - set(sys.stdlib_module_names) == {"torch", "transformers"}
 
 
-def test_no_lower_floor_needs_the_command_line() -> None:
+def test_no_lower_layer_needs_the_command_line() -> None:
     for path in MODULES:
-        if room(path) != "cli":
+        if top_module(path) != "cli":
             found = {full.split(".")[0] for full in imports(path)}
             assert "typer" not in found, f"{name(path)} imports typer, which is the command line's own"
 
@@ -90,9 +90,9 @@ def test_files_and_functions_stay_small() -> None:
                 assert lines <= MAX_FUNCTION, f"{node.name} in {name(path)} has {lines} lines"
 
 
-def test_the_top_floor_can_be_read_at_a_glance() -> None:
+def test_the_package_can_be_read_at_a_glance() -> None:
     names = [path.name for path in SOURCE.glob("*.py")]
-    assert len(names) <= MAX_ROOMS, sorted(names)
+    assert len(names) <= MAX_IN_PACKAGE, sorted(names)
 
 
 def test_no_public_name_is_a_module() -> None:
@@ -103,7 +103,7 @@ def test_no_public_name_is_a_module() -> None:
     assert not names & set(tomoe.__all__)
 
 
-def test_no_cupboards() -> None:
+def test_no_module_collects_leftovers() -> None:
     assert not [name(p) for p in MODULES if {"utils", "helpers", "misc", "common", "manager"} & set(p.stem.split("_"))]
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tomoe.moe.fold as fold_module
 from conftest import make_network, make_pico, make_plan, tokens, write_export
-from tomoe.exporting.choice import choose
+from tomoe.exporting.choice import choose_target
 from tomoe.exporting.target import Options
 from tomoe.model.attention import rotate_heads, rotate_weights
 from tomoe.moe.checkpoint import save_moe
@@ -92,7 +92,7 @@ def test_stock_architectures_hold_rotated_values(tmp_path: Path) -> None:
     plan = rotated_plan("mistral", "static", repaired=True, active=0.8)
     moe = fold(dense, plan)
     ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
-    write_export(choose(moe, "mixtral"), moe, None, tmp_path / "moe", Options(width_multiple=8))
+    write_export(choose_target(moe, "mixtral"), moe, None, tmp_path / "moe", Options(width_multiple=8))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     assert_same(exported(ids).logits, meaning(dense, plan, ids))
 

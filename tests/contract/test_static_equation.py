@@ -13,7 +13,7 @@ import tomoe as api
 from conftest import make_pico, make_plan, write_export
 from tomoe.budget import BUDGET_TOLERANCE, decoder_params, mlp_params
 from tomoe.errors import UserError
-from tomoe.exporting.choice import TARGETS, check_target, choose
+from tomoe.exporting.choice import TARGETS, check_target, choose_target
 from tomoe.exporting.target import Options
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
@@ -52,7 +52,7 @@ def test_masked_folded_reloaded_and_the_dense_class_are_one_function(family: str
     assert len({layer.width for layer in plan.counts}) == 1
     moe = fold(dense, plan)
     save_moe(moe, plan, None, tmp_path / "moe")
-    choice = choose(moe, "auto")
+    choice = choose_target(moe, "auto")
     assert choice.target.name == "dense"
     write_export(choice, moe, None, tmp_path / "dense", Options())
     exported, report = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", output_loading_info=True)
@@ -76,7 +76,7 @@ def test_a_width_that_is_asked_for_is_filled_up_with_zeros(tmp_path: Path) -> No
     dense = tiny_model("phi")
     plan = planned(dense, target="dense")
     moe, options = fold(dense, plan), Options(width_multiple=96)
-    write_export(choose(moe, "dense"), moe, None, tmp_path, options)
+    write_export(choose_target(moe, "dense"), moe, None, tmp_path, options)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert exported.config.intermediate_size == 288
     assert "filled up from 256" in TARGETS["dense"].sizes(moe, options).words
@@ -85,7 +85,7 @@ def test_a_width_that_is_asked_for_is_filled_up_with_zeros(tmp_path: Path) -> No
 
 def refusal(dense: PreTrainedModel, plan: Plan) -> str:
     with pytest.raises(UserError) as refused:
-        choose(fold(dense, plan), "dense")
+        choose_target(fold(dense, plan), "dense")
     assert "\n" not in str(refused.value)
     return str(refused.value)
 

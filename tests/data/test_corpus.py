@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from tomoe.data import sampling, sources
-from tomoe.data.corpus import Corpus, Sequences, pack, prepare
+from tomoe.data.corpus import Corpus, Sequences, pack, prepare_corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sampling import ordinary_tokens, sample_documents, sample_from_logits
 from tomoe.data.sources import documents
@@ -227,7 +227,7 @@ def test_a_split_of_its_own_is_the_evaluation(
         {("Salesforce/wikitext", split): [{"text": letter * 600}] for split, letter in (("train", "r"), ("test", "e"))}
     )
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    corpus = prepare(section("wikitext"), tokenizer, seed=0)
+    corpus = prepare_corpus(section("wikitext"), tokenizer, seed=0)
     assert set(text(tokenizer, corpus.evaluation)) == {"e"}
     assert set(text(tokenizer, corpus.train) + text(tokenizer, corpus.calibration)) == {"r"}
     assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [35, 5, 10]
@@ -240,7 +240,7 @@ def test_an_evaluation_source_leaves_all_of_the_sources_to_learn_from(
     hub = Hub({("Salesforce/wikitext", "train"): [{"text": "r" * 600}]})
     monkeypatch.setattr(datasets, "load_dataset", hub)
     for source in (lines(tmp_path / "a.jsonl", "a"), "wikitext"):
-        corpus = prepare(section(source, evaluation_source=str(other)), tokenizer, seed=0)
+        corpus = prepare_corpus(section(source, evaluation_source=str(other)), tokenizer, seed=0)
         assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [45, 5, 10]
         assert text(tokenizer, corpus.evaluation).startswith("o00000<eos>o00001")
         assert "o0" not in text(tokenizer, corpus.train) + text(tokenizer, corpus.calibration)
@@ -265,18 +265,18 @@ def test_tokens_to_evaluate_on_do_not_come_out_of_the_sources_if_they_have_a_sou
 def test_a_text_to_learn_from_is_not_the_one_to_evaluate_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = lines(tmp_path / "a.jsonl", "a")
     with pytest.raises(UserError, match=r"a\.jsonl, which data.sources names, too"):
-        prepare(section(source, evaluation_source=str(source)), tokenizer, seed=0)
+        prepare_corpus(section(source, evaluation_source=str(source)), tokenizer, seed=0)
     with pytest.raises(UserError, match="sampled from the dense model"):
-        prepare(section(source, evaluation_source="self"), tokenizer, seed=0)
+        prepare_corpus(section(source, evaluation_source="self"), tokenizer, seed=0)
     with pytest.raises(UserError, match="twice"):
-        prepare(section(source, source), tokenizer, seed=0)
+        prepare_corpus(section(source, source), tokenizer, seed=0)
 
 
 # ---- the corpus
 
 
 def test_parts_are_disjoint_and_of_the_asked_size(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    corpus = prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
+    corpus = prepare_corpus(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
     assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [35, 5, 10]
     together = rows(corpus.train) + rows(corpus.calibration) + rows(corpus.evaluation)
     assert max(together.values()) == 1  # every row of the file differs, so would every sequence
@@ -289,7 +289,7 @@ def test_a_mixture_has_equal_parts_by_tokens_even_when_one_source_is_short(
         lines(tmp_path / f"{letter}.jsonl", letter, count) for letter, count in (("a", 1000), ("b", 20), ("c", 1000))
     ]
     for tokens, most in ((200, 72), (4000, 140)):  # b holds 20 rows of 7 tokens
-        corpus = prepare(section(*sources, tokens=tokens), tokenizer, seed=0)
+        corpus = prepare_corpus(section(*sources, tokens=tokens), tokenizer, seed=0)
         everything = "".join(text(tokenizer, part) for part in (corpus.train, corpus.calibration, corpus.evaluation))
         written = [everything.count(letter) for letter in "abc"]
         assert max(written) - min(written) <= 2
@@ -300,7 +300,7 @@ def test_a_mixture_has_equal_parts_by_tokens_even_when_one_source_is_short(
 
 def test_documents_are_taken_from_all_of_a_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = lines(tmp_path / "a.jsonl", "a", 1000)  # ten times as many tokens as asked for
-    written = [text(tokenizer, prepare(section(source, tokens=700), tokenizer, seed).train) for seed in (0, 1)]
+    written = [text(tokenizer, prepare_corpus(section(source, tokens=700), tokenizer, seed).train) for seed in (0, 1)]
     for some in written:
         assert set(re.findall(r"a00(\d)\d\d", some)) == set("0123456789")  # rows from every tenth of the file
     assert set(written[0].split("<eos>")) != set(written[1].split("<eos>"))
@@ -308,7 +308,7 @@ def test_documents_are_taken_from_all_of_a_source(tmp_path: Path, tokenizer: Pre
 
 def test_any_run_of_sequences_is_a_mixture(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     sources = [lines(tmp_path / f"{letter}.jsonl", letter, 500) for letter in "ab"]
-    corpus = prepare(section(*sources, evaluation_tokens=160), tokenizer, seed=0)
+    corpus = prepare_corpus(section(*sources, evaluation_tokens=160), tokenizer, seed=0)
     for part in (corpus.train, corpus.evaluation):
         half = text(tokenizer, part.select(torch.arange(len(part) // 2)))
         assert min(half.count("a"), half.count("b")) > 0.15 * len(part)
@@ -316,7 +316,7 @@ def test_any_run_of_sequences_is_a_mixture(tmp_path: Path, tokenizer: PreTrained
 
 def test_same_seed_same_bytes(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     data = section(lines(tmp_path / "a.jsonl", "a", 500), lines(tmp_path / "b.jsonl", "b", 500))
-    first, again, other = (prepare(data, tokenizer, seed) for seed in (0, 0, 1))
+    first, again, other = (prepare_corpus(data, tokenizer, seed) for seed in (0, 0, 1))
     assert first.digest() == again.digest() != other.digest()
     first.save(tmp_path / "first")
     again.save(tmp_path / "again")
@@ -328,7 +328,7 @@ def test_same_seed_same_bytes(tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 
 
 def test_a_saved_corpus_reads_back(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    saved = prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=5)
+    saved = prepare_corpus(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=5)
     saved.save(tmp_path / "corpus.safetensors")
     loaded = Corpus.load(tmp_path / "corpus.safetensors")
     assert loaded.digest() == saved.digest()
@@ -339,7 +339,7 @@ def test_a_saved_corpus_reads_back(tmp_path: Path, tokenizer: PreTrainedTokenize
 
 
 def test_a_corpus_that_is_not_what_was_written(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    corpus = prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
+    corpus = prepare_corpus(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
     path = tmp_path / "corpus.safetensors"
     with pytest.raises(UserError, match="cannot write"):
         corpus.save(tmp_path / "a.jsonl" / "corpus.safetensors")
@@ -367,9 +367,9 @@ def test_too_little_text_for_three_sequences_is_refused(tmp_path: Path, tokenize
     ):
         file.write_text(content)
         with pytest.raises(UserError, match=words):
-            prepare(section(file), tokenizer, seed=0)
+            prepare_corpus(section(file), tokenizer, seed=0)
     file.write_text("x" * 16)
-    corpus = prepare(section(file), tokenizer, seed=0)
+    corpus = prepare_corpus(section(file), tokenizer, seed=0)
     assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [1, 1, 1]
 
 
@@ -378,7 +378,7 @@ def test_too_little_text_for_three_sequences_is_refused(tmp_path: Path, tokenize
 
 @pytest.fixture
 def corpus(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Corpus:
-    return prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
+    return prepare_corpus(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
 
 
 def test_a_repair_is_fitted_to_training_text_then_to_calibration_text_and_never_to_what_is_held_out(
@@ -513,9 +513,9 @@ def test_a_document_that_ends_early_makes_room_for_the_next(monkeypatch: pytest.
 @pytest.mark.slow
 def test_a_corpus_of_self_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     model = make_model(tokenizer)
-    corpus = prepare(section("self"), tokenizer, seed=0, model=model)
+    corpus = prepare_corpus(section("self"), tokenizer, seed=0, model=model)
     assert sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)) == 400
-    mixed = prepare(section("self", lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0, model=model)
+    mixed = prepare_corpus(section("self", lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0, model=model)
     assert mixed.train.tokens < 400
     with pytest.raises(UserError, match="dense model"):
-        prepare(section("self"), tokenizer, seed=0)
+        prepare_corpus(section("self"), tokenizer, seed=0)

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from pico_tokenizer import make_tokenizer
-from tomoe.data.corpus import prepare
+from tomoe.data.corpus import prepare_corpus
 from tomoe.data.sources import documents, evaluation_documents, jsonl, overlap
 from tomoe.errors import Note, UserError
 from tomoe.recipe.shared import DataSection
@@ -104,9 +104,9 @@ def test_one_text_by_two_names_is_one_text(
         assert overlap(one, other)
         assert overlap(other, one)
         with pytest.raises(UserError, match="twice"):
-            prepare(DataSection(sources=(one, other), tokens=100_000), tokenizer, seed=0)
+            prepare_corpus(DataSection(sources=(one, other), tokens=100_000), tokenizer, seed=0)
         with pytest.raises(UserError, match="names, too"):
-            prepare(DataSection(sources=(one,), evaluation_source=other, tokens=100_000), tokenizer, seed=0)
+            prepare_corpus(DataSection(sources=(one,), evaluation_source=other, tokens=100_000), tokenizer, seed=0)
     assert overlap("wikitext", "Salesforce/wikitext:wikitext-2-raw-v1")
     for one, other in (("in/a.txt", "in/b.txt"), ("wikitext", "wikitext-103"), ("self", "in")):
         assert not overlap(one, other)

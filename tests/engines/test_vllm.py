@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from conftest import make_pico, make_plan, tokens, write_export
 from pico_files import CommandLine, proved, write_text
 from pico_tokenizer import make_tokenizer
-from tomoe.exporting.choice import TARGETS, choose
+from tomoe.exporting.choice import TARGETS, choose_target
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
 from tomoe.model.catalog import MODELS, cache_folder
@@ -192,7 +192,7 @@ def write_pico_export(family: str, attention: str, target: str, folder: Path) ->
     form = {"form": "fine"} if fine else {}
     moe = fold(dense, make_plan(dense, attention, active=0.8, **form))
     options = Options() if fine else Options(width_multiple=32)
-    write_export(choose(moe, target), moe, tokenizer, folder, options)
+    write_export(choose_target(moe, target), moe, tokenizer, folder, options)
     dense.save_pretrained(folder.with_name(f"{folder.name}-dense"))
 
 
@@ -299,7 +299,7 @@ def family_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
         target = cast(FineGrained, TARGETS[name])
         dense = tiny_model(family, **FAMILY_SIZES | changes | OTHERWISE.get(family, {}))
         moe = fold(dense, fitting(make_plan(dense, "off", form="fine"), target))
-        write_export(choose(moe, name), moe, tokenizer, place / family, Options(width_multiple=32))
+        write_export(choose_target(moe, name), moe, tokenizer, place / family, Options(width_multiple=32))
     request = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "may_fail": True}
     found = ask_vllm([request | {"folder": str(place / family)} for family in CLASSES], place)
     return {family: (place / family, answer) for family, answer in zip(CLASSES, found, strict=True)}

@@ -18,7 +18,7 @@ from pico_files import CommandLine, refused, rows_from, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.data import sources
 from tomoe.data.corpus import Sequences
-from tomoe.data.evaluation_text import EvaluationText, read_text
+from tomoe.data.evaluation_text import EvaluationText, load_text
 from tomoe.errors import UserError
 from tomoe.evaluation import evaluate, perplexity, tasks
 from tomoe.evaluation.compare import compare
@@ -189,11 +189,11 @@ def pico(tmp_path_factory: pytest.TempPathFactory) -> Pico:
 def test_published_perplexities_are_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer()
     monkeypatch.setattr(sources, "documents", lambda source, split, **_: iter([f"{source} {split}", "b", "c"]))
-    given = read_text("wikitext", tokenizer, 64, None)
+    given = load_text("wikitext", tokenizer, 64, None)
     stream = given.sequences.input_ids[given.sequences.mask]
     assert tokenizer.decode(stream) == "wikitext test\n\nb\n\nc<eos>"
     assert given.name == "wikitext (test)"
-    assert "ptb test b c" in tokenizer.decode(read_text("ptb", tokenizer, 64, None).sequences.input_ids[0])
+    assert "ptb test b c" in tokenizer.decode(load_text("ptb", tokenizer, 64, None).sequences.input_ids[0])
 
 
 # -- tasks

@@ -254,7 +254,7 @@ def test_a_cell_that_is_too_slow_is_left_out(pair: Pair) -> None:
     assert replace(pair, max_seconds=1e-9).measure("decode", 1, 8) is None
 
 
-def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_backend_the_experts_run_on(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = pair.moe
     assert backends_of(pair.dense, 4) == "-"
     assert backends_of(moe, 4) in BACKENDS["experts"]
@@ -287,7 +287,7 @@ def test_all_experts_run_on_the_backend_of_those_that_tokens_choose(pair: Pair, 
         hook.remove()
 
 
-def test_all_inputs_run_in_the_way_of_those_that_tokens_choose(pair: Pair, inputs: Any) -> None:
+def test_all_inputs_run_on_the_backend_of_those_that_tokens_choose(pair: Pair, inputs: Any) -> None:
     assert backends_of(inputs, 1) == backends_of(inputs, FEW_TOKENS + 1) == "masked"
     with set_to([(inputs.config, "tomoe_prompts", "whole")]):
         assert backends_of(inputs, 1) == "masked"
@@ -303,7 +303,7 @@ def test_all_inputs_run_in_the_way_of_those_that_tokens_choose(pair: Pair, input
     assert not torch.allclose(before, meant, atol=1e-3)
 
 
-def test_nothing_is_timed_again_where_no_single_way_ran(pair: Pair) -> None:
+def test_nothing_is_timed_again_where_several_backends_ran(pair: Pair) -> None:
     assert run_everything(pair.dense, backends_of(pair.dense, 1)) is None
     assert run_everything(pair.moe, "native, masked") is None
 

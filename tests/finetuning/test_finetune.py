@@ -193,7 +193,7 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(
 
     assert ended(forked(killed)) == -signal.SIGKILL
     assert not (out / "config.json").exists()
-    assert "Last whole checkpoint: step 2" in tomoe("inspect", out).out
+    assert "Last complete checkpoint: step 2" in tomoe("inspect", out).out
     assert tomoe(*own, "-o", out).code == 2, "a run that is there was started over without --force"
     assert tomoe(*own, "-o", out, "--resume").code == 0
     for name in LEARNED:

@@ -182,11 +182,11 @@ def test_weights_and_shares_of_them() -> None:
     assert sizes.output == model.lm_head.weight.numel()
     assert sizes.of_all(1.0) == 1.0
     assert sizes.of_all(0.0) == pytest.approx(1 - sizes.decoder_params / sizes.total)
-    whole, halves, quarters = (estimate.weight_bytes(sizes, torch.float32, shards=n) for n in (1, 2, 4))
+    whole, halves, quarters = (estimate.base_bytes(sizes, torch.float32, shards=n) for n in (1, 2, 4))
     assert whole == sum(p.nbytes for p in model.parameters()) > halves > quarters
     runs = sizes.decoder_params // 2 + sizes.output  # one of two layers, and the output matrix
     assert quarters == pytest.approx(4 * (runs + (sizes.total - runs) / 4), abs=4)
-    assert 2 * estimate.weight_bytes(sizes, torch.bfloat16) == whole
+    assert 2 * estimate.base_bytes(sizes, torch.bfloat16) == whole
 
 
 def free(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from conftest import make_pico, tokens
 from tomoe.methods import inputs
-from tomoe.methods.inputs import LEVELS, Costs, cheapest_path, column_norms, input_costs, inputs_at_level
+from tomoe.methods.inputs import LEVELS, Costs, cheapest_path, group_norms, input_costs, inputs_at_level
 from tomoe.model.projections import Group, Layer, groups_of
 
 WIDTH = 40  # an input for each level
@@ -39,7 +39,7 @@ def test_costs_are_the_squares_of_what_dropped_inputs_change() -> None:
     for (i, kind), x in kept.items():
         assert x.grad is not None
         x_TD, changes_TD = x[0].detach(), (x[0] * x.grad[0]).detach()
-        norms = column_norms(layers[i][kind])
+        norms = group_norms(layers[i][kind])
         looked_at = range(0, 12, inputs.THINNED)
         for level, cost in enumerate(found[i, kind].tolist()):
             expected = 0.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from conftest import make_pico
 from grouping_methods import EXPERTS, METHODS, SIZE, USED, plan_by
 from tomoe.methods import registry
-from tomoe.model.mlp import Linear, Mlp, MlpNames
+from tomoe.model.mlp import Mlp, MlpNames, WeightMatrix
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.experts import Room
 from tomoe.recipe.target_rules import TARGET_RULES
@@ -77,7 +77,7 @@ def planted(seed: int) -> tuple[Activations, Int[Tensor, " T"], Int[Tensor, " F"
     module.requires_grad_(False)
     for name, weight in weights.items():
         module[name].weight.copy_(weight)
-    parts = [Linear(module[name]) for name in ("gate", "up", "down")]
+    parts = [WeightMatrix(module[name]) for name in ("gate", "up", "down")]
     mlp = Mlp(0, module, "mlp", module, MlpNames("gate", "up", "down"), *parts, nn.functional.silu, None)
     h = nn.functional.silu(x @ weights["gate"].T) * (x @ weights["up"].T)
     return Activations(mlp, x, h, torch.ones(len(x)), weights["down"], kind), kind, block[order]

@@ -26,7 +26,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from conftest import FORMS, make_pico, make_plan, pico_folder, pico_moe, tokens, write_export
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
-from tomoe.exporting.choice import choose
+from tomoe.exporting.choice import choose_target
 from tomoe.exporting.target import Options
 from tomoe.model.hooks import hooked
 from tomoe.model.loading import load_dense
@@ -298,7 +298,7 @@ def test_a_tokenizer_s_pointer_to_foreign_code_is_not_passed_on(tmp_path: Path) 
     moe = fold(dense, plan)
     save_moe(moe, plan, tokenizer, tmp_path / "moe")
     for name in ("hf", "mixtral"):
-        write_export(choose(moe, name), moe, tokenizer, tmp_path / name, Options())
+        write_export(choose_target(moe, name), moe, tokenizer, tmp_path / name, Options())
     for folder in ("moe", "hf", "mixtral"):
         written = (tmp_path / folder / "tokenizer_config.json").read_text()
         assert "auto_map" not in written

@@ -32,7 +32,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize("learns", [False, True], ids=["", "gradients"])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_way_of_every_form_dtype_and_number_of_tokens(form: str, learns: bool, kernel: str) -> None:
+def test_the_backend_of_every_form_dtype_and_number_of_tokens(form: str, learns: bool, kernel: str) -> None:
     for dtype, tokens in itertools.product(DTYPES, TOKENS):
         mlp = make_mlp(FORMS[form], dtype).requires_grad_(learns)
         expected = "masked"
@@ -117,7 +117,7 @@ def test_a_dtype_that_the_kernel_does_not_compute_is_noted(
     assert len(notes.messages) == 1
 
 
-def test_a_way_that_is_entered_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_backend_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "experts", {"masked": BACKENDS["experts"]["masked"]})
     taken: list[int] = []
     special = Backend(lambda mlp, x, ids: taken.append(len(x)) or x, lambda mlp, x: len(x) < 9)
@@ -131,7 +131,7 @@ def test_a_way_that_is_entered_is_asked_first(monkeypatch: pytest.MonkeyPatch) -
         mlp(torch.zeros(8, 32))
 
 
-def test_every_step_ends_in_a_way_that_everything_suits() -> None:
+def test_every_step_ends_in_a_backend_that_supports_everything() -> None:
     for step, backends in BACKENDS.items():
         assert list(backends.values())[-1].supports is modeling_tomoe.always, step
     assert choose("largest logits", torch.zeros(2, 3, dtype=torch.float64), 1) == "pytorch"

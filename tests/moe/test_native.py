@@ -24,7 +24,9 @@ from tomoe.moe.modeling_tomoe import BACKENDS, choose_backend
 pytestmark = pytest.mark.slow
 
 PRODUCT = 'extern "C" int product(int a, int b) { return a * b; }\n'
-compiled = pytest.mark.skipif(build.load(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP")
+compiled = pytest.mark.skipif(
+    build.load_library(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP"
+)
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load_anew(source: Path) -> object:
-    return build.load.__wrapped__(source)
+    return build.load_library.__wrapped__(source)
 
 
 def libraries(source: Path) -> list[Path]:
@@ -125,7 +127,7 @@ def test_it_can_be_switched_off(source: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kernel_that_compiles_here_is_right_and_used() -> None:
-    assert (native.kernel() is None) == (build.load(native.SOURCE) is None)
+    assert (native.kernel() is None) == (build.load_library(native.SOURCE) is None)
 
 
 @compiled
@@ -137,7 +139,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
 @compiled
 def test_auto_takes_it_wherever_it_fits() -> None:
-    """By dtype, number of tokens and gradients: `test_ways`."""
+    """By dtype, number of tokens and gradients: `test_backends`."""
 
     def chosen(name: str, tokens: int = 8, dtype: torch.dtype = torch.float32) -> str:
         return choose_backend(make_mlp(CASES[name]), torch.zeros(tokens, 32, dtype=dtype))
@@ -163,7 +165,7 @@ def library_with(*flags: str) -> ctypes.CDLL:
     """The kernel as other processors run it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
-        return build.load.__wrapped__(native.SOURCE)
+        return build.load_library.__wrapped__(native.SOURCE)
 
 
 @compiled
@@ -182,7 +184,7 @@ def test_registers_of_the_other_width_compute_the_experts(name: str, monkeypatch
 def test_a_compiler_that_is_told_of_no_processor_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that only some processors have is needed: so it builds on ARM, too."""
     monkeypatch.setattr(build, "FLAGS", tuple(flag for flag in build.FLAGS if not flag.startswith("-march")))
-    run = native._typed(build.load.__wrapped__(native.SOURCE))
+    run = native._typed(build.load_library.__wrapped__(native.SOURCE))
     for dtype, how in (
         (torch.float32, Algorithm.ROWS),
         (torch.bfloat16, Algorithm.ROWS),

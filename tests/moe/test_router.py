@@ -14,7 +14,9 @@ from tomoe.moe.kernels.native import Algorithm
 from tomoe.moe.modeling_tomoe import BACKENDS, Router, compute
 
 pytestmark = pytest.mark.slow
-compiled = pytest.mark.skipif(build.load(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP")
+compiled = pytest.mark.skipif(
+    build.load_library(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP"
+)
 
 
 @pytest.fixture(

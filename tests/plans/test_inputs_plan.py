@@ -66,7 +66,7 @@ def test_it_counts_the_weights_that_are_read() -> None:
     assert plan.totals()["decoder_params"] == TOTAL
 
 
-def test_between_knots_numbers_move_evenly_and_the_config_says_the_same() -> None:
+def test_between_points_numbers_move_evenly_and_the_config_says_the_same() -> None:
     middle = (PATH[1].active + PATH[2].active) / 2
     assert make(middle).inputs() == {"up": [4, 6], "down": [6, 9]}
     assert make(1.0).inputs() == WIDTHS

@@ -21,7 +21,7 @@ from tomoe.model.structure import shape_of
 from tomoe.pipeline.steps import open_dense
 from tomoe.plans.partition.layouts import OverlappingLayout
 from tomoe.recipe.conversion import Recipe
-from tomoe.training.loop import Row, Training, learning_rate
+from tomoe.training.loop import StepRow, Training, learning_rate
 from tomoe.training.run_folder import RunFolder
 
 
@@ -49,7 +49,7 @@ def network(model: PreTrainedModel, recipe: Recipe) -> MaskNetwork:
     return mask_network(shape_of(model), layout, size, recipe.attention, recipe.sampling, recipe.seed)
 
 
-def train(model: PreTrainedModel, folder: Path, *changes: str) -> tuple[MaskNetwork, list[Row]]:
+def train(model: PreTrainedModel, folder: Path, *changes: str) -> tuple[MaskNetwork, list[StepRow]]:
     recipe = small_recipe(*changes)
     net = network(model, recipe)
     run, rows = RunFolder(folder), []
@@ -170,7 +170,7 @@ def test_an_update_that_is_not_finite_is_never_saved(
 
     training.optimizer.step = overflow  # type: ignore[assignment]
 
-    def stop(row: Row) -> None:
+    def stop(row: StepRow) -> None:
         if stopped and row["step"] == broken:
             raise KeyboardInterrupt
 

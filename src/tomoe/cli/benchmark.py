@@ -115,7 +115,7 @@ def _time_layouts(
         raise UserError(f"--engine llama.cpp takes one --prompt, not {len(prompts)}")
     with Screen() as screen:
         progress = stage_callback(screen.on_progress, "benchmark")
-        rows = layout_speed.measure(
+        rows = layout_speed.time_layouts(
             model, actives, prompt=prompts[0], rounds=rounds, threads=threads, on_progress=progress
         )
     output().print(tables.rich_table(*layout_speed.table(rows), f"{LAYOUTS}."))

@@ -71,7 +71,7 @@ class SafeConsole(Console):
 
 
 def quiet_libraries() -> None:
-    """Silence transformers and its companions but for errors; downloads keep their bars."""
+    """Silence transformers and its companions except for errors; downloads keep their bars."""
     # here, because it takes seconds: a typing mistake ends before
     import transformers
 

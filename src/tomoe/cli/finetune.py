@@ -52,7 +52,7 @@ def finetune(
 
     with Screen() as screen, resumable(out / "run"):
         finetuning.finetune(tuning, out, resume, force, screen.on_progress)
-        rows = finetuning.measure(tuning, out, screen.on_progress)
+        rows = finetuning.measure_improvement(tuning, out, screen.on_progress)
     if distributed.rank():
         return
     console = output()

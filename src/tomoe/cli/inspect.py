@@ -116,7 +116,7 @@ def _show_run(folder: Path, learned: str, as_json: bool) -> None:
     kind = f"{recipe.active:.0%} active" if isinstance(recipe, Recipe) else f"fine-tuning, {recipe.weights}"
     console.say(
         f"Run on {recipe.model}, {kind}, {recipe.train.steps} steps.",
-        f"Last whole checkpoint: {'none yet' if step is None else f'step {step}'}",
+        f"Last complete checkpoint: {'none yet' if step is None else f'step {step}'}",
     )
     if damaged := run.damaged():
         console.say(f"Damaged, and skipped by --resume: {', '.join(damaged)}.")

@@ -45,7 +45,7 @@ def repair(
         rows = []
         if (out / "run" / "corpus.safetensors").is_file():
             command = f"tomoe repair {summary.shown_name(str(folder))} -o {basename(out)}"
-            rows = finetuning.measure(
+            rows = finetuning.measure_improvement(
                 FinetuneRecipe(model=str(folder), dense=dense or ""), out, screen.on_progress, command
             )
     if rows and not distributed.rank():

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.sampling import ROW_TOKENS, sample_documents
-from tomoe.data.sources import SELF, documents, evaluation_documents, find, overlap
+from tomoe.data.sources import SELF, documents, evaluation_documents, find_source, overlap
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_file, basename, parse_json
 from tomoe.model.shape import ceil_div
@@ -152,7 +152,7 @@ class Corpus:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise UserError(
-                f"{path} is not a whole file of prepared tokens ({shortened(error)}); prepare them again"
+                f"{path} is not a complete file of prepared tokens ({shortened(error)}); prepare them again"
             ) from None
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def pack(
     return _cut(stream, min(seq_len, len(stream)), _padding(tokenizer))
 
 
-def prepare(
+def prepare_corpus(
     data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
@@ -288,7 +288,7 @@ def _read_source(
         length = min(data.seq_len, ROW_TOKENS)
         sampled = sample_documents(model, tokenizer, requested, seed, length=length, progress=progress)
         return _SourceTokens(source, _stream(sampled, eos, requested), requested)
-    held_out_split = find(source).held_out
+    held_out_split = find_source(source).held_out
     held_out = None
     held_out_requested = 0
     if held_out_split is not None and data.evaluation_source is None:

@@ -42,7 +42,7 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
     )
 
 
-def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
+def load_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
     """Read at most `tokens` tokens of a file or named source, in sequences of `context`, or as a single one. Raises UserError if
     there is no text."""
     name, texts = evaluation_documents(source, tokenizer)

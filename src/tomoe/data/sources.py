@@ -162,7 +162,7 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def find(source: str) -> Source:
+def find_source(source: str) -> Source:
     """Return the source of that name, else that file or folder, else that hub id (owner/name, or owner/name:config). Raises
     UserError for anything else, and for `self`, which has no text to read."""
     if source == SELF:
@@ -219,12 +219,12 @@ def documents(
     no such source, hub out of reach, broken file, no row that can be read, no chat template.
     """
     reader = RowReader(None if source in SOURCES else text_column, tokenizer, source)
-    return (text for text in find(source).read(split, reader) if text.strip())
+    return (text for text in find_source(source).read(split, reader) if text.strip())
 
 
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
     """Return name and documents of an evaluation text, as published. Raises UserError as `documents` does."""
-    found = find(source)
+    found = find_source(source)
     held_out = found.held_out or found.small_held_out
     name = basename(source) if Path(source).expanduser().exists() else source
     if held_out or found.hub_id:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.corpus import Sequences
-from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
-from tomoe.data.sources import find
+from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, load_text
+from tomoe.data.sources import find_source
 from tomoe.errors import Advice, Note, UserError, shortened
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.results import ACTIVE_CURVE, Row, to_json
@@ -81,7 +81,7 @@ def evaluate(
     settings = settings_to_measure([_label(i, model) for i, model in enumerate(named)], active)
     loaded = _loaded(settings, dtype, device, offload, given)
     if isinstance(text, str | Path) and context is None:
-        find(str(text))  # before a model is loaded in vain
+        find_source(str(text))  # before a model is loaded for nothing
         first = next(loaded)  # its config is at hand; to read one alone takes seconds from a .gguf file
         context = min(CONTEXT, max_positions(first.config) or CONTEXT)
         loaded = itertools.chain([first], loaded)
@@ -208,7 +208,7 @@ def _evaluation_text(
         if stride is not None and not 0 < stride <= context:
             raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
         first = models[0] if models[0] not in given else str(given[models[0]].name_or_path)
-        found = read_text(str(text), tokenizer or load_tokenizer(first), context, tokens)
+        found = load_text(str(text), tokenizer or load_tokenizer(first), context, tokens)
         evaluation = replace(found, stride=stride, reader="" if models[0] in given else first)
     check_readers([name for name in models if name not in given], evaluation)
     return evaluation

@@ -91,7 +91,8 @@ class TaskSet:
         self.limit = limit
         self.batch_size = batch_size
         self.tasks: list[tuple[TaskSpec, Any]] = [
-            (spec, writing.load(spec.name, folder, limit, run_code) if _is_written(spec) else None) for spec in specs
+            (spec, writing.load_task(spec.name, folder, limit, run_code) if _is_written(spec) else None)
+            for spec in specs
         ]
         others = {spec.name for spec, loaded in self.tasks if loaded is None}
         if not others:

@@ -104,7 +104,7 @@ def record(
 ) -> Recorded:
     """Run a model whose logits are its output matrix times final hidden states, as every model that tomoe converts.
 
-    Padding stands at the ends, and does not run: who watches the model, as `RouterCheck` does, sees real tokens only.
+    Padding is at the ends, and does not run: hooks on the model, such as `RouterCheck`'s, see real tokens only.
     """
     states = []
     lengths = mask.sum(1).tolist()

@@ -2,7 +2,7 @@
 
 `target` is a key of the recipe and aims the conversion: it says what the experts must be like to fit a form. `--format` says
 which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` asks
-for one: of a converted model, for the first stock class that holds it, else `hf` (`choose`); before the conversion, when
+for one: of a converted model, for the first stock class that holds it, else `hf` (`choose_target`); before the conversion, when
 there are no experts to judge by, for the class of the dense model's own family, else for no aim (`of_family`).
 """
 
@@ -49,14 +49,14 @@ TARGETS: dict[str, Target] = {target.name: target for target in (*KNOWN_CLASSES,
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenTarget:
     """A target, and why it was chosen."""
 
     target: Target
     reason: str
 
 
-def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
+def choose_target(moe: ToMoEForCausalLM, name: str) -> ChosenTarget:
     """Return the target of that name, or for `auto` the first stock architecture that represents the model exactly, else `hf`.
     Raises UserError, with the reason and the targets that fit, if the named one cannot represent it."""
     if name != "auto":
@@ -66,15 +66,15 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
         if problem:
             fitting = [other for other, target in TARGETS.items() if target.supports(moe) is None]
             raise UserError(f"{name} cannot represent this model exactly: {problem}; these can: {', '.join(fitting)}")
-        return Choice(TARGETS[name], "as requested")
+        return ChosenTarget(TARGETS[name], "as requested")
     problems = {}
     for target in KNOWN_CLASSES:
         problem = target.supports(moe)
         if problem is None:
-            return Choice(target, f"{target.about} holds it {target.how_well}, and loads without code of its own")
+            return ChosenTarget(target, f"{target.about} holds it {target.how_well}, and loads without code of its own")
         problems[target.name] = problem
     reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-    return Choice(TARGETS["hf"], f"no stock architecture can represent it exactly ({reasons})")
+    return ChosenTarget(TARGETS["hf"], f"no stock architecture can represent it exactly ({reasons})")
 
 
 def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:

@@ -15,11 +15,11 @@ import torch
 import transformers
 
 from tomoe import distributed
-from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
+from tomoe.data.evaluation_text import EvaluationText, held_out_text, load_text
 from tomoe.errors import Advice, UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
-from tomoe.exporting.choice import Choice, choose
+from tomoe.exporting.choice import ChosenTarget, choose_target
 from tomoe.exporting.stock.architecture import empty_stock
 from tomoe.exporting.target import Job, Options, Sizes
 from tomoe.exporting.verify import Check, Proof
@@ -50,7 +50,7 @@ class Exported:
     """What was written, and its proof, if any; adjustable: whether it can be loaded with another number of experts."""
 
     folder: Path
-    choice: Choice
+    choice: ChosenTarget
     sizes: Sizes
     proof: Proof | None
     options: Options
@@ -92,7 +92,7 @@ def export(
     moe = load_moe(folder, None, "cpu" if offload else device)
     tokenizer = load_tokenizer(str(folder))
     proof_text = None if unverified else _proof_text(folder, text, tokens)
-    choice = choose(moe, name)
+    choice = choose_target(moe, name)
     sizes = choice.target.sizes(moe, options)
     if not unverified:
         choice.target.check_verifier()
@@ -131,7 +131,7 @@ def _check_asked(folder: Path, tokens: int, dtype: str) -> None:
         )
 
 
-def _notices(choice: Choice, sizes: Sizes, moe: ToMoEForCausalLM, name: str) -> Iterator[str]:
+def _notices(choice: ChosenTarget, sizes: Sizes, moe: ToMoEForCausalLM, name: str) -> Iterator[str]:
     stored = sum(p.nbytes for p in moe.parameters())
     yield f"{choice.target.name}: {choice.reason}."
     yield f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {name} takes {format_bytes(stored)}."
@@ -168,7 +168,7 @@ def _in_megabytes(on_progress: ProgressCallback) -> StageCallback:
 
 def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
     if text is not None:
-        return read_text(text, load_tokenizer(str(folder)), CONTEXT, tokens)
+        return load_text(text, load_tokenizer(str(folder)), CONTEXT, tokens)
     held_out = held_out_text([str(folder)])
     return replace(held_out, sequences=held_out.sequences.truncate(tokens))
 

@@ -1,6 +1,6 @@
 """The proof of an export: it predicts what the converted model predicts.
 
-It runs in float32. Who loads the export runs it in the dtype that it is stored in, so a few tokens run in that, too.
+It runs in float32. Users run an export in its stored dtype, so a few tokens run in that, too.
 
 A stock router may choose otherwise where two experts are almost tied, and from there on the model answers with other numbers,
 as it does if it runs in bfloat16. So such an export is proved by parts: everything but the routers by predictions with all
@@ -202,7 +202,7 @@ class Proof:
 
     def _compared(self) -> str:
         a = self.agreement
-        whole = self.all_experts
+        every = self.all_experts
         perplexities = f"perplexity {a.perplexity:.4f} (converted folder: {a.reference_perplexity:.4f})"
         end = f"{perplexities}, {a.positions:,} positions, {self.how}"
         if self.routers is None:
@@ -211,10 +211,10 @@ class Proof:
                 f"log-prob {a.expected_difference:.2g}, KL {a.kl:.2g} nats, same top-1 {a.top1_agreement:.2%}, {end}"
             )
         with_all = "it was not run with all experts, for lack of disk space"
-        if whole is not None:
+        if every is not None:
             with_all = (
-                f"with all experts largest difference {whole.largest_difference:.2g} (largest logit "
-                f"{whole.largest_logit:.1f}), KL {whole.kl:.2g} nats, same top-1 {whole.top1_agreement:.2%}"
+                f"with all experts largest difference {every.largest_difference:.2g} (largest logit "
+                f"{every.largest_logit:.1f}), KL {every.kl:.2g} nats, same top-1 {every.top1_agreement:.2%}"
             )
         return f"{with_all}; {self.routers.result}; with the planned experts KL {a.kl:.2g} nats, {end}"
 
@@ -222,8 +222,8 @@ class Proof:
         """Serialize for export.json."""
         outcome = {"same": self.problem is None, "problem": self.problem, "how": self.how, **asdict(self.agreement)}
         if self.routers is not None:
-            whole = self.all_experts
-            outcome |= {"routers": asdict(self.routers), "all_experts": None if whole is None else asdict(whole)}
+            every = self.all_experts
+            outcome |= {"routers": asdict(self.routers), "all_experts": None if every is None else asdict(every)}
         outcome["far"] = [asdict(far) for far in self.far]
         outcome["as_stored"] = self.stored and asdict(self.stored)
         return outcome | ({"written": self.written} if self.written else {})
@@ -334,9 +334,9 @@ def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
     return Proof(agreement, problem or (stored.problem if stored else None), check.how, far=far, stored=stored)
 
 
-def parts_problems(planned: Agreement, whole: Agreement | None, bounds: Bounds) -> tuple[str | None, str | None]:
+def parts_problems(planned: Agreement, all_experts: Agreement | None, bounds: Bounds) -> tuple[str | None, str | None]:
     """Say what is wrong with all experts, if they ran, and with the planned ones beyond router ties; None if nothing is."""
-    with_all = None if whole is None else judge(whole, bounds)
+    with_all = None if all_experts is None else judge(all_experts, bounds)
     with_planned = judge(planned, Bounds(None, max(bounds.kl, PLANNED_KL)))
     return (
         f"with all experts {with_all}" if with_all else None,
@@ -378,13 +378,13 @@ def verify_by_parts(
     reference, reference_far = check.run(moe, "converted"), check.run_far(moe)
     del moe
     exported = everything()
-    whole = check.agree(reference, check.run(exported, "export"))
+    all_experts = check.agree(reference, check.run(exported, "export"))
     far = check.agree_far(reference_far, check.run_far(exported))
     del exported
-    with_all, planned = parts_problems(agreement, whole, check.bounds)
+    with_all, planned = parts_problems(agreement, all_experts, check.bounds)
     differs = with_all or check.far_problem(far)
     if differs is not None:
         differs = f"{differs}; {check.place(converted, everything)}"
     agreed = routers.found
     problem = agreed.problem or differs or planned or (stored.problem if stored else None)
-    return Proof(agreement, problem, check.how, far=far, stored=stored, routers=agreed, all_experts=whole)
+    return Proof(agreement, problem, check.how, far=far, stored=stored, routers=agreed, all_experts=all_experts)

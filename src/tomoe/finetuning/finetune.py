@@ -278,7 +278,7 @@ def save(
         Recipe(**plan.recipe).save(out / "recipe.json")
 
 
-def measure(
+def measure_improvement(
     recipe: FinetuneRecipe, out: Path, on_progress: ProgressCallback = no_progress, command: str = ""
 ) -> list[Row]:
     """Compare the dense, the converted and the improved model on the held-out text in `out`; write results and card.

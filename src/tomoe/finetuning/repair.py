@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tomoe import distributed
-from tomoe.data.corpus import Corpus, prepare
+from tomoe.data.corpus import Corpus, prepare_corpus
 from tomoe.errors import Advice, UserError
 from tomoe.files import atomic_write, basename
 from tomoe.finetuning.finetune import Origin
@@ -39,7 +39,7 @@ def repair(
 
     changes: `repair.key=value` settings (mode full if the conversion was not repaired). data: text to fit to (default: what
     the conversion learned from). dense: the dense model, if it is not where the plan says. Returns the new plan. If it is
-    killed, the same call resumes after the last whole layer.
+    killed, the same call resumes after the last complete layer.
 
     Raises UserError if the folder holds no conversion or a fine-tuned one, its dense model changed, or no text is there.
     """
@@ -64,7 +64,7 @@ def repair(
     origin.check_dense(model)
     if data:
         section = recipe.data.model_copy(update={"sources": tuple(data)})
-        corpus = prepare(section, tokenizer, recipe.seed, model, stage_callback(on_progress, "text"))
+        corpus = prepare_corpus(section, tokenizer, recipe.seed, model, stage_callback(on_progress, "text"))
     else:
         corpus = Corpus.load(kept)
     text = corpus.fitting_text(recipe.repair.tokens)

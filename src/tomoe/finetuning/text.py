@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.data.corpus import Corpus, Sequences, evaluation_part, joined, prepare
+from tomoe.data.corpus import Corpus, Sequences, evaluation_part, joined, prepare_corpus
 from tomoe.errors import Advice, UserError
 from tomoe.evaluation.compare import kept_corpora, shared_tokens
 from tomoe.plans import FINETUNED, REPAIRED, AnyPlan
@@ -37,10 +37,10 @@ def finetuning_text(
     if recipe.data.sources:
         extra = 0 if fitted is None else fitted.tokens
         longer = recipe.data.model_copy(update={"tokens": recipe.data.tokens + extra})
-        corpus = prepare(longer, tokenizer, recipe.seed, dense, read)
+        corpus = prepare_corpus(longer, tokenizer, recipe.seed, dense, read)
         # the sources may be too short for that
         if extra and corpus.tokens_of_sources < longer.tokens:
-            corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, read)
+            corpus = prepare_corpus(recipe.data, tokenizer, recipe.seed, dense, read)
         size = recipe.data.tokens - (corpus.tokens_of_sources - corpus.train.tokens)
     else:
         kept = converted / "run" / "corpus.safetensors"

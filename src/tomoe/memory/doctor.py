@@ -11,7 +11,7 @@ from tomoe.memory.duration import durations
 from tomoe.memory.estimate import (
     AvailableMemory,
     MemoryEstimate,
-    Sizes,
+    ParamCounts,
     available_memory,
     least_memory,
     main_memory,
@@ -30,7 +30,7 @@ from tomoe.training.tuning_memory import Tuning
 class Diagnosis:
     """What a conversion needs and what this machine has."""
 
-    sizes: Sizes
+    sizes: ParamCounts
     least: tuple[MemoryEstimate, ...]  # what each stage takes of the GPU's memory, or without one of main memory
     beside: MemoryEstimate | None  # what a conversion on a GPU takes of main memory; None without one
     available: AvailableMemory
@@ -81,7 +81,7 @@ def examine(recipe: Recipe) -> Diagnosis:
     )
 
 
-def _one_expert(sizes: Sizes, layout: Layout | None, active: float, routers: int) -> float:
+def _one_expert(sizes: ParamCounts, layout: Layout | None, active: float, routers: int) -> float:
     """Return the active share with one expert per token: with the shared part, or as planned if that uses one anyway."""
     if not isinstance(layout, FineLayout):
         return active
@@ -89,7 +89,7 @@ def _one_expert(sizes: Sizes, layout: Layout | None, active: float, routers: int
     return 1 - (sizes.shape.num_layers * int(mlp_params(sizes.shape, cut)) - routers) / sizes.decoder_params
 
 
-def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
+def _remedies(sizes: ParamCounts, recipe: Recipe, free: int) -> list[str]:
     settings = ["train.gradient_checkpointing=true"]
     if recipe.data.seq_len > 256:
         settings.append(f"data.seq_len={recipe.data.seq_len // 2}")
@@ -99,7 +99,7 @@ def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
     return [setting for setting, other in changed.items() if least_memory(sizes, *other)[0].fits(free)]
 
 
-def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_experts: int) -> dict[str, int]:
+def _works(sizes: ParamCounts, recipe: Recipe, least: Sequence[MemoryEstimate], num_experts: int) -> dict[str, int]:
     """Estimate the bytes of each kind of work; fine-tuning with one sequence per step."""
     found = {"conversion": max(need.total for need in least)}
     try:

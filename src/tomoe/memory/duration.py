@@ -17,7 +17,7 @@ from tomoe import distributed
 from tomoe.budget import decoder_params
 from tomoe.data.evaluation_text import OFFLOADED_TOKENS
 from tomoe.data.sources import SELF
-from tomoe.memory.estimate import Sizes, fitted_tokens, sizes_of
+from tomoe.memory.estimate import ParamCounts, fitted_tokens, sizes_of
 from tomoe.methods.base import Method
 from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
@@ -75,7 +75,7 @@ class Speed:
         return (1 + OVERHEAD) * products + work.files / DISK
 
 
-def works_of(sizes: Sizes, method: Method, recipe: Recipe) -> list[Work]:
+def works_of(sizes: ParamCounts, method: Method, recipe: Recipe) -> list[Work]:
     """List the stages of a conversion in one process, in their order, except the export."""
     shape, data, base = sizes.shape, recipe.data, BaseWeights.of(recipe)
     ranks = distributed.world_size()
@@ -117,7 +117,7 @@ def estimated(recipe: Recipe) -> str:
     return in_words(durations(sizes_of(load_config(recipe.model), recipe), method, recipe))
 
 
-def durations(sizes: Sizes, method: Method, recipe: Recipe) -> dict[str, float]:
+def durations(sizes: ParamCounts, method: Method, recipe: Recipe) -> dict[str, float]:
     """Estimate the seconds of each stage, at this machine's current speed."""
     speed = Speed.measured(sizes.shape, BaseWeights.of(recipe))
     return {work.stage: speed.seconds(work) for work in works_of(sizes, method, recipe)}

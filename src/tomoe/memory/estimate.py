@@ -43,7 +43,7 @@ MARGIN = 0.2
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParamCounts:
     """Parameter counts, from the config alone."""
 
     shape: ModelShape
@@ -81,7 +81,7 @@ class AvailableMemory:
     device_memory: int
 
 
-def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
+def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> ParamCounts:
     """Count parameters from the config. Raises UserError, with the reason, if the method or the target does not support the
     structure, or if there is no causal language model with such a config."""
     with usable_config(config.name_or_path or config.model_type):
@@ -92,10 +92,10 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     total = sum(p.numel() for p in model.parameters())
     method, recipe = resolve_method(recipe)
     least = method.least_active(recipe, shape)
-    return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
+    return ParamCounts(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
-def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEstimate, ...]:
+def least_memory(sizes: ParamCounts, method: Method, recipe: Recipe) -> tuple[MemoryEstimate, ...]:
     """Return the memory of each stage in one process, on a GPU if there is one."""
     t, shape, base = recipe.train, sizes.shape, BaseWeights.of(recipe)
     computing, name = base.compute, str(base.compute).removeprefix("torch.")
@@ -103,11 +103,11 @@ def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEs
     outside = sizes.total - sizes.decoder_params
     one_layer = (outside + sizes.decoder_params // shape.num_layers) * computing.itemsize
     by_layer = base.offload or t.shard
-    original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
+    original = {f"weights in {name}": one_layer if by_layer else base_bytes(sizes, computing)}
     on_gpu = base.device.startswith("cuda")
     refits = {} if on_gpu else _refitted(sizes, recipe, base)
     folding = MemoryEstimate("folding", original | {"files of the model": _files(sizes, base, on_gpu)} | refits)
-    start = {f"weights in {name}": one_layer if base.offload else weight_bytes(sizes, computing, base.shards)}
+    start = {f"weights in {name}": one_layer if base.offload else base_bytes(sizes, computing, base.shards)}
     start |= method.peak(recipe, shape, computing, sizes.output // shape.hidden_size)
     stages = [MemoryEstimate(method.stage if t.steps or not method.trains else "carving", start)]
     if recipe.repair.mode != "none":
@@ -123,33 +123,33 @@ def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEs
     return (*stages, folding)
 
 
-def main_memory(sizes: Sizes, recipe: Recipe) -> MemoryEstimate:
+def main_memory(sizes: ParamCounts, recipe: Recipe) -> MemoryEstimate:
     """Return the main memory of a conversion on a GPU. The system can reclaim pages read from files."""
     base = BaseWeights.of(recipe)
-    read = weight_bytes(sizes, base.dtype)
+    read = base_bytes(sizes, base.dtype)
     parts = {"the files that the weights are read from": read, "files of the model": _files(sizes, base, False)}
     return MemoryEstimate("a conversion", parts | _refitted(sizes, recipe, base))
 
 
-def _refitted(sizes: Sizes, recipe: Recipe, base: BaseWeights) -> dict[str, int]:
+def _refitted(sizes: ParamCounts, recipe: Recipe, base: BaseWeights) -> dict[str, int]:
     if recipe.repair.mode == "none":
         return {}
     return {"refitted projections": repair_bytes(sizes.shape, recipe.repair, base.dtype.itemsize)}
 
 
-def _files(sizes: Sizes, base: BaseWeights, on_gpu: bool) -> int:
+def _files(sizes: ParamCounts, base: BaseWeights, on_gpu: bool) -> int:
     """Bytes of the file being written and of its copy; on a GPU, of the layer being folded and of one loaded beside it."""
     if on_gpu:
         return 2 * sizes.decoder_params // sizes.shape.num_layers * base.dtype.itemsize
     return 2 * min(sizes.total * base.dtype.itemsize, CHECKPOINT_SHARD_BYTES)
 
 
-def weight_bytes(sizes: Sizes, dtype: torch.dtype, shards: int = 1) -> int:
+def base_bytes(sizes: ParamCounts, dtype: torch.dtype, shards: int = 1) -> int:
     """Bytes of the frozen base in one process. If it is sharded, the running layer and the output matrix are complete."""
     if shards == 1:
         return sizes.total * dtype.itemsize
-    whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output
-    return (sizes.total + (shards - 1) * whole) // shards * dtype.itemsize
+    layer = sizes.decoder_params // sizes.shape.num_layers + sizes.output
+    return (sizes.total + (shards - 1) * layer) // shards * dtype.itemsize
 
 
 def fitted_tokens(repair: RepairSection, data: DataSection) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tomoe.methods.base import Method, MethodConfig
 from tomoe.methods.registry import method
-from tomoe.model.mlp import Linear
+from tomoe.model.mlp import WeightMatrix
 from tomoe.plans.partition.activations import Activations
 from tomoe.plans.partition.clusters import optimal_assignment
 from tomoe.plans.partition.experts import SHARED, Experts, Room
@@ -85,7 +85,7 @@ def _by_directions(seen: Activations, x_tD: Float[Tensor, "t D"]) -> Float[Tenso
     """Return the neurons of an MLP with input and weight rows of unit length, without biases."""
     x_tD = F.normalize(x_tD, dim=1)
 
-    def project(projection: Linear) -> Float[Tensor, "t F"]:
+    def project(projection: WeightMatrix) -> Float[Tensor, "t F"]:
         return x_tD @ F.normalize(projection.weight.float(), dim=1).T
 
     up_tF = project(seen.mlp.up)

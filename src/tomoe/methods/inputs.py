@@ -21,7 +21,7 @@ from tomoe.methods.base import Method, Task
 from tomoe.methods.registry import method
 from tomoe.model.activation_memory import activation_bytes
 from tomoe.model.hooks import hooked
-from tomoe.model.mlp import Linear
+from tomoe.model.mlp import WeightMatrix
 from tomoe.model.projections import KINDS, Group, Kind, Layer, groups_of
 from tomoe.model.shape import ModelShape
 from tomoe.plans.inputs import InputsPlan, PathPoint
@@ -31,9 +31,9 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import Form
 
 
-def column_norms(group: Group) -> Float[Tensor, " D"]:
+def group_norms(group: Group) -> Float[Tensor, " D"]:
     """Return the norm of each column of a group's stacked matrices, rounded to a bfloat16 value."""
-    norms = torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0)
+    norms = torch.cat([WeightMatrix(module).weight.double() for module in group.modules]).norm(dim=0)
     return norms.bfloat16().float()
 
 
@@ -67,7 +67,7 @@ def input_costs(
     With y drawn from the model itself, half of the mean of its square is the KL to second order; what several inputs change is
     taken to be independent, which is less noisy than their sum (docs/lab/log.md).
     """
-    norms = {(i, kind): column_norms(group) for i, layer in enumerate(layers) for kind, group in layer.items()}
+    norms = {(i, kind): group_norms(group) for i, layer in enumerate(layers) for kind, group in layer.items()}
     sums = {key: torch.zeros(len(LEVELS), dtype=torch.float64) for key in norms}
     tokens = 0
     generator = torch.Generator().manual_seed(seed)

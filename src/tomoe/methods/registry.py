@@ -92,7 +92,7 @@ def _checked(found: Any, name: str) -> type[Method]:
 def resolve_method(recipe: Recipe, method: Method | None = None) -> tuple[Method, Recipe]:
     """Return a recipe's method with its settings, or the given one, and the recipe with all that the method implies.
 
-    Raises UserError for an unknown method or setting, and for keys of the recipe that do not go with the method.
+    Raises UserError for an unknown method or setting, and for recipe keys that are incompatible with the method.
     """
     if method is None:
         method = find(recipe.method.name or _implied(recipe))(**recipe.method.model_extra or {})
@@ -104,15 +104,15 @@ def resolve_method(recipe: Recipe, method: Method | None = None) -> tuple[Method
             f"or method to {', '.join(others)} or {last}"
         )
     name = recipe.method.name or found.name
-    whole = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
-    keys = whole.flatten()
+    resolved = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
+    keys = resolved.flatten()
     for key, value in found.requires.items():
         if keys[key] != value:
             raise UserError(
                 f"method {found.name} needs {key} = {_shown(value)}, but it is {_shown(keys[key])}; leave it out, or choose "
                 "another method"
             )
-    return method, whole
+    return method, resolved
 
 
 _KINDS: dict[Form, str] = {

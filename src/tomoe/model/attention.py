@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.model import shape
-from tomoe.model.mlp import Linear, Refused, children, compare, refuse
+from tomoe.model.mlp import Refused, WeightMatrix, check_formula, children, refuse
 
 OUTPUT_NAMES = ("o_proj", "dense", "out_proj")
 LATENT_NAMES = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj")
@@ -38,10 +38,10 @@ class Attention:
     """The attention of one decoder layer and its four projections."""
 
     module: nn.Module
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
+    q: WeightMatrix
+    k: WeightMatrix
+    v: WeightMatrix
+    o: WeightMatrix
 
 
 def _refuse(model: nn.Module, why: str) -> Refused:
@@ -63,7 +63,7 @@ def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, output))
     if any(not isinstance(getattr(module, "out_features", None), int) for module in projections):
         raise _refuse(model, "its projections are not plain matrices")
-    return Attention(attention, *(Linear(module) for module in projections))
+    return Attention(attention, *(WeightMatrix(module) for module in projections))
 
 
 def attention_sizes(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, int]:
@@ -94,7 +94,7 @@ def _check_norms(model: nn.Module, attention: Any, head_dim: int) -> None:
     weight = getattr(norm, "weight", None)
     if weight is None or tuple(weight.shape) != (head_dim,) or not hasattr(norm, "variance_epsilon"):
         raise _refuse(model, "its q_norm is not an RMS norm over one head's dims (as in qwen3), so it cannot be folded")
-    # A sharded weight is not a plain tensor outside of forward; folding loads the model whole and checks it then.
+    # A sharded weight is not a plain tensor outside of forward; folding loads the full model and checks it then.
     if weight.device.type != "meta" and not hasattr(weight, "full_tensor"):
         x = torch.linspace(-1, 1, head_dim, device=weight.device, dtype=weight.dtype)
         rms_norm = weight * x * torch.rsqrt(x.float().square().mean() + norm.variance_epsilon).to(x.dtype)
@@ -129,7 +129,7 @@ def attention_checks(model: nn.Module, layers: Mapping[int, nn.Module]) -> Itera
 
     def check(what: str, parts: Attention) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            compare(model, what, out[0], _formula(model, parts, args, kwargs), TASK)
+            check_formula(model, what, out[0], _formula(model, parts, args, kwargs), TASK)
 
         return hook
 

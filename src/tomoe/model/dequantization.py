@@ -64,8 +64,8 @@ def prepare_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pac
     settings = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
     quantizer = AUTO_QUANTIZER_MAPPING[method]
     while_read = "dequantize" in inspect.signature(settings).parameters
-    whole = getattr(quantizer, "_dequantize", None) is not HfQuantizer._dequantize
-    if not while_read and not whole:
+    unpacks_model = getattr(quantizer, "_dequantize", None) is not HfQuantizer._dequantize
+    if not while_read and not unpacks_model:
         raise UserError(
             f"the weights of {config.name_or_path} are stored quantized by {method}, and transformers cannot turn them back "
             "into plain ones; name the model that was quantized"

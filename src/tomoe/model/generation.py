@@ -70,10 +70,10 @@ def generate(
     chat: bool = False,
     on_text: Callable[[str], None] | None = None,
 ) -> str:
-    """The continuation of a prompt, or with `chat` the answer to it, asked through the model's chat template; at temperature
-    0 of the most likely tokens, else sampled with the seed. `on_text` gets the text in pieces. A Note warns of a long prompt
-    in a dtype that this processor emulates. Raises UserError for a prompt without a token, or with one that has no row, for a
-    text longer than the learned positions, without a chat template, and for numbers that mean nothing."""
+    """Continue a prompt, or with `chat` answer it, through the model's chat template; at temperature 0 with the most likely
+    tokens, else sampled with the seed. `on_text` receives the text in pieces. A Note warns of a long prompt in a dtype that this
+    processor emulates. Raises UserError for a prompt without a token, or with one that has no row, for a text longer than the
+    learned positions, without a chat template, and for invalid numbers."""
     if not isinstance(prompt, str):
         raise UserError(f"the prompt is a {type(prompt).__name__}, but it should be one text; call again for each")
     if max_new_tokens < 1:

@@ -1,7 +1,7 @@
 """A .gguf file as input: what it is, and checks that everything in it is used.
 
-transformers reads some keys and tensors of such a file and passes over the rest without a word. Whatever decides what the
-model computes is given to it here, or refused in one sentence.
+transformers reads some keys and tensors of such a file and silently ignores the rest. Whatever affects what the model computes is
+added here, or refused in one sentence.
 """
 
 from __future__ import annotations

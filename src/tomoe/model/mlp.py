@@ -60,7 +60,7 @@ ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_
 
 
 @dataclass(frozen=True)
-class Linear:
+class WeightMatrix:
     """One matrix of the model, however stored: an nn.Linear, a Conv1D (transposed), some rows of a fused one."""
 
     module: Any
@@ -70,8 +70,8 @@ class Linear:
     def weight(self) -> Float[Tensor, "out in"]:
         """The matrix, as a view of the module's."""
         stored = self.module.weight
-        whole = stored.t() if isinstance(self.module, Conv1D) else stored
-        return whole if self.rows is None else whole[self.rows]
+        matrix = stored.t() if isinstance(self.module, Conv1D) else stored
+        return matrix if self.rows is None else matrix[self.rows]
 
     @property
     def bias(self) -> Float[Tensor, " out"] | None:
@@ -113,9 +113,9 @@ class Mlp:
     module: nn.Module
     """The module of that name, which gets the input x: the MLP, or its up projection if it has no module of its own."""
     names: MlpNames
-    gate: Linear | None
-    up: Linear
-    down: Linear
+    gate: WeightMatrix | None
+    up: WeightMatrix
+    down: WeightMatrix
     activation: Any  # a module, or a function of tensors
     activation_name: str | None
     """The attribute of the MLP that holds it; None: silu, which the family's code names itself."""
@@ -144,7 +144,7 @@ class NotFinite(Exception):
     """A part of a model returns NaN or inf."""
 
 
-def compare(model: nn.Module, what: str, theirs: Tensor, ours: Tensor, task: str = "convert") -> None:
+def check_formula(model: nn.Module, what: str, theirs: Tensor, ours: Tensor, task: str = "convert") -> None:
     """Raise UserError if a part of the model does not compute the formula that replaces it, NotFinite for NaN or inf."""
     if not bool(theirs.isfinite().all()):
         raise NotFinite(what)
@@ -235,15 +235,16 @@ def _has(module: nn.Module, names: MlpNames) -> bool:
     parts = [getattr(module, part, None) for part in (names.gate, names.up, names.down) if part]
     if not all(isinstance(part, Conv1D) or isinstance(getattr(part, "in_features", None), int) for part in parts):
         return False
-    up, down = Linear(getattr(module, names.up)), Linear(getattr(module, names.down))
+    up, down = WeightMatrix(getattr(module, names.up)), WeightMatrix(getattr(module, names.down))
     return up.out_features == down.in_features * (2 if names.fused else 1)
 
 
 def _parts(layer: nn.Module, mlp: nn.Module, names: MlpNames, number: int, name: str) -> Mlp:
-    gate, up = None if names.gate is None else Linear(getattr(mlp, names.gate)), Linear(getattr(mlp, names.up))
+    up = WeightMatrix(getattr(mlp, names.up))
+    gate = None if names.gate is None else WeightMatrix(getattr(mlp, names.gate))
     if names.fused:
         half = up.out_features // 2
-        gate, up = Linear(up.module, slice(0, half)), Linear(up.module, slice(half, 2 * half))
+        gate, up = WeightMatrix(up.module, slice(0, half)), WeightMatrix(up.module, slice(half, 2 * half))
     found = next((n for n in ACTIVATION_NAMES if callable(getattr(mlp, n, None))), None)
     return Mlp(
         number=number,
@@ -253,7 +254,7 @@ def _parts(layer: nn.Module, mlp: nn.Module, names: MlpNames, number: int, name:
         names=names,
         gate=gate,
         up=up,
-        down=Linear(getattr(mlp, names.down)),
+        down=WeightMatrix(getattr(mlp, names.down)),
         activation=F.silu if found is None else getattr(mlp, found),
         activation_name=found,
     )

@@ -1,7 +1,7 @@
 """Offloads decoder layers to disk: a layer stays in its files and is in memory only while it runs or is materialized.
 
 Everything else (embeddings, last norm, output matrix) is in memory. Layers are loaded and dropped by accelerate's hooks, so
-code that runs the model, or hooks into its parts, need not know.
+code that runs the model or hooks its parts is unaffected.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _LayerHook(AlignDevicesHook):
 
 
 def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model with weights of `dtype`; its layers stay on disk, or, where transformers has to dequantize or join them, in a
-    temporary folder that is deleted with the model, and run on `device`; those of a .gguf file are dequantized each time.
-    Raises UserError if a layer cannot be read by itself, and as `StoredModel.load` does."""
+    """Load the model with weights of `dtype`; its layers stay on disk, or, where transformers has to dequantize or join them, in
+    a temporary folder that is deleted with the model, and run on `device`; those of a .gguf file are dequantized each time.
+    Raises UserError if a layer cannot be read by itself, and as `StoredModel.load`."""
     if not stored.read_by_layer:
         raise UserError(
             f"{stored.place} cannot be read layer by layer: {stored.packing.method} is unpacked as a whole; load it whole, "

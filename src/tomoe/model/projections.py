@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from tomoe.model.attention import FUSED_NAMES, OUTPUT_NAMES
 from tomoe.model.hooks import hooked
-from tomoe.model.mlp import Linear, Mlp, converted_mlps, refuse
+from tomoe.model.mlp import Mlp, WeightMatrix, converted_mlps, refuse
 from tomoe.model.running import run_model
 
 Kind = Literal["attention", "output", "up", "down"]
@@ -40,12 +40,12 @@ class Group:
     @property
     def width(self) -> int:
         """Size of the input."""
-        return Linear(self.modules[0]).in_features
+        return WeightMatrix(self.modules[0]).in_features
 
     @property
     def columns(self) -> int:
         """Total size of all outputs: the weights of one input."""
-        return sum(Linear(module).out_features for module in self.modules)
+        return sum(WeightMatrix(module).out_features for module in self.modules)
 
 
 Layer = Mapping[Kind, Group]  # the groups of one layer

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from tomoe.errors import UserError
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Mlp, NotFinite, Refused, compare, converted_mlps, decoder_layers, mlp_of, refuse
+from tomoe.model.mlp import Mlp, NotFinite, Refused, check_formula, converted_mlps, decoder_layers, mlp_of, refuse
 from tomoe.model.offload import iter_weights
 from tomoe.model.running import run_model
 from tomoe.model.shape import ModelShape
@@ -70,8 +70,8 @@ def shape_of(model: nn.Module) -> ModelShape:
     )
     neuron = known.hidden_size * (3 if known.gated else 2)
     attention = 2 * known.hidden_size * (known.num_heads + known.num_kv_heads) * known.head_dim
-    whole = sum(_own_matrices(module) for layer in decoder_layers(model) for module in layer.modules())
-    return replace(known, other_params=whole - known.num_layers * (neuron * known.mlp_size + attention))
+    total = sum(_own_matrices(module) for layer in decoder_layers(model) for module in layer.modules())
+    return replace(known, other_params=total - known.num_layers * (neuron * known.mlp_size + attention))
 
 
 def _own_matrices(module: Any) -> int:
@@ -190,11 +190,11 @@ def _mlp_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]:
         # The formula runs the projections again.
         if "down" not in seen:
             seen["down"] = out
-            compare(model, what, out, mlp.formula(seen["x"]))
+            check_formula(model, what, out, mlp.formula(seen["x"]))
 
     def check_module(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         residual = kwargs.get("residual", args[1] if len(args) > 1 else None)
-        compare(model, what, out, seen["down"] if residual is None else seen["down"] + residual)
+        check_formula(model, what, out, seen["down"] if residual is None else seen["down"] + residual)
 
     yield from _layer_checks(model, mlp)
     yield mlp.module.register_forward_pre_hook(note, with_kwargs=True)

@@ -29,8 +29,7 @@ def save_moe(
     moe: ToMoEForCausalLM, plan: AnyPlan, tokenizer: PreTrainedTokenizerBase | None, out: Path, force: bool = False,
     check: bool = False,
 ) -> None:  # fmt: skip
-    """Write the folder `out`, so that a half-written one is never taken for a model; with `check`, so that a model that
-    computes something else once it is loaded is not written at all (`check_written`).
+    """Write the folder `out` atomically; with `check`, only if the model loaded from it computes the same (`check_written`).
 
     The run and its recipe stay in `out`; what was measured of an earlier model there is deleted with it, and nothing else.
     Raises UserError if `out` holds a model and `force` is not set, if it holds files of somebody else (`folders`), or if it

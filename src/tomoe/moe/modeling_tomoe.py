@@ -281,7 +281,7 @@ class ToMoEConfig(PreTrainedConfig):
         return n - round((n - planned) * (n - k) / (n - most))
 
     def dense_config(self) -> PreTrainedConfig:
-        """The config of the dense model, in its family's own class."""
+        """Return the config of the dense model, in its family's own class."""
         dropped = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "quantization_config"}
         dropped.add(self.top_k_key)
         values = {k: v for k, v in self.to_dict().items() if k not in dropped and not k.startswith("tomoe_")}
@@ -359,7 +359,7 @@ class ValueRouter(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, x: Tensor, top_k: int) -> Tensor:
-        """0/1 mask [.., C] with exactly `top_k` ones."""
+        """Return a 0/1 mask [.., C] with exactly `top_k` ones."""
         x = x.to(self.project_in.weight.dtype)
         logits = self.project_out(F.gelu(self.norm(self.project_in(x))))
         return torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
@@ -477,7 +477,7 @@ def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tup
     """Return the experts of each token [T, k], in any order, from router logits [T, N], and their weights [T, k]; None for 1.
 
     `top_k` is None for overlapping experts, of which a token uses one. A router that trains gets the weights
-    1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. Only here tokens choose their experts.
+    1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. Tokens choose experts nowhere else.
     """
     expert_ids = logits.argmax(-1, keepdim=True) if top_k is None else compute("largest logits", logits, top_k)
     if not trains:
@@ -546,7 +546,7 @@ class ToMoEMLP(nn.Module):
         self.register_buffer("expert_neurons", self.default_rows(size, config.tomoe_expert_sizes[layer]))
 
     def default_rows(self, union: int, width: int) -> Tensor:
-        """Rows [N, W] of experts without a plan: runs of adjacent rows that together cover all after the shared ones."""
+        """Return rows [N, W] of experts without a plan: runs of adjacent rows that together cover all after the shared ones."""
         room, steps = union - self.shared_size - width, max(1, self.num_experts - 1)
         # PyTorch takes milliseconds to divide whole numbers on meta
         starts = torch.tensor([n * room // steps for n in range(self.num_experts)])
@@ -626,7 +626,7 @@ def chosen_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
 
 
 def matrix_of(projection: Any) -> Tensor:
-    """The matrix [out, in] of a projection."""
+    """Return the matrix [out, in] of a projection."""
     weight: Tensor = projection.weight
     return weight.t() if isinstance(projection, Conv1D) else weight
 
@@ -700,7 +700,7 @@ def choices_of(model: nn.Module) -> list[Choice]:
 
 
 class ToMoEPreTrainedModel(PreTrainedModel):
-    """What a converted model adds to its family's class: its MLPs, and their loading."""
+    """Adds the MLPs of a converted model, and their loading, to its family's class."""
 
     config_class = ToMoEConfig
     # Engines ask the class, before a family is known.
@@ -814,7 +814,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         return loaded
 
     def mlps(self) -> list[ToMoEMLP]:
-        """The converted MLPs in the order of their layers."""
+        """Return the converted MLPs in the order of their layers."""
         return [module for module in self.modules() if isinstance(module, ToMoEMLP)]
 
     def check_ids(self) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.data.corpus import Corpus, Sequences, prepare
+from tomoe.data.corpus import Corpus, Sequences, prepare_corpus
 from tomoe.errors import UserError
 from tomoe.methods.base import Method, Task
 from tomoe.methods.registry import resolve_method
@@ -82,12 +82,12 @@ def plan(
         corpus = Corpus(sequences, sequences, sequences, ("tokens of the caller",), "", settings.seed)
     else:
         reads = tokenizer or load_tokenizer(name)
-        corpus = prepare(settings.data, reads, settings.seed, dense, stage_callback(on_progress, "text"))
+        corpus = prepare_corpus(settings.data, reads, settings.seed, dense, stage_callback(on_progress, "text"))
     with TemporaryDirectory(prefix="tomoe-run-") as folder:
         run = RunFolder(Path(folder))
         run.begin(settings, resume=False)
         task = Task(dense, settings, corpus, run, on_progress=on_progress)
-        return steps.recorded(chosen.plan(task), chosen, task, fingerprint(dense))
+        return steps.with_origin(chosen.plan(task), chosen, task, fingerprint(dense))
 
 
 def repair(
@@ -117,7 +117,7 @@ def repair(
         sources = [str(text)] if isinstance(text, str | Path) else list(text)
         keys = {"data.sources": sources, "data.seq_len": seq_len, "data.evaluation_tokens": seq_len}
         data = Recipe.of(keys | {"repair.tokens": tokens, "data.calibration_tokens": tokens}).data
-        corpus = prepare(data, tokenizer or load_tokenizer(_name(model)), plan.recipe.get("seed", 0), dense)
+        corpus = prepare_corpus(data, tokenizer or load_tokenizer(_name(model)), plan.recipe.get("seed", 0), dense)
         sequences = corpus.fitting_text(tokens)
     section = RepairSection(**{"tokens": tokens, **(settings or {})})
     ids, mask = sequences.input_ids.to(dense.device), sequences.mask.to(dense.device)

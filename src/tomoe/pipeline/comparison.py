@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tomoe import distributed
-from tomoe.data.corpus import Corpus, prepare
-from tomoe.data.evaluation_text import CONTEXT, EvaluationText, read_text
+from tomoe.data.corpus import Corpus, prepare_corpus
+from tomoe.data.evaluation_text import CONTEXT, EvaluationText, load_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.evaluation.results import Measurement, checked
@@ -104,17 +104,17 @@ def compare_methods(
     base = BaseWeights.of(recipe)
     dense, tokenizer = base.for_training(), load_tokenizer(recipe.model)
     # a file that cannot be read is found before the long preparation
-    measured_on = None if text is None else read_text(text, tokenizer, CONTEXT, tokens)
-    corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, stage_callback(on_progress, "text"))
+    measured_on = None if text is None else load_text(text, tokenizer, CONTEXT, tokens)
+    corpus = prepare_corpus(recipe.data, tokenizer, recipe.seed, dense, stage_callback(on_progress, "text"))
     measured_on = measured_on or EvaluationText(corpus.evaluation, "held out")
     bench = _Bench(out, dense, fingerprint(dense), corpus, measured_on, on_progress)
     entries = [bench.dense_entry()]
-    for (name, share), (method, whole) in planned.items():
-        wanted = [repaired for repaired in repairs if not repaired or whole.repair.mode != "none"]
-        missing = [repaired for repaired in wanted if bench.kept(name, whole, repaired) is None]
+    for (name, share), (method, resolved) in planned.items():
+        wanted = [repaired for repaired in repairs if not repaired or resolved.repair.mode != "none"]
+        missing = [repaired for repaired in wanted if bench.kept(name, resolved, repaired) is None]
         if missing:
-            bench.run(name, share, method, whole, missing)
-        found = (bench.kept(name, whole, repaired) for repaired in wanted)
+            bench.run(name, share, method, resolved, missing)
+        found = (bench.kept(name, resolved, repaired) for repaired in wanted)
         entries += [entry for entry in found if entry is not None]
     _write(out, entries)
     return entries
@@ -176,7 +176,7 @@ class _Bench:
         start = time.perf_counter()
         plan = steps.kept_plan(run) if resumes else None
         if plan is None:
-            plan = steps.recorded(method.plan(task), method, task)
+            plan = steps.with_origin(method.plan(task), method, task)
             plan = replace(plan, notes=plan.notes | {"seconds": time.perf_counter() - start})
             steps.keep_plan(run, plan)
         for repaired in repairs:

@@ -61,7 +61,7 @@ def convert_dense(
     task = Task(model, recipe, corpus, run, original, on_progress, watch.ended)
     # kept from the repair on, which a kill may interrupt
     kept = steps.kept_plan(run) if resumes else None
-    plan = kept or steps.recorded(method.plan(task), method, task)
+    plan = kept or steps.with_origin(method.plan(task), method, task)
     if kept is None:
         distributed.on_rank_zero(lambda: steps.keep_plan(run, plan))
     if isinstance(plan, Plan) and recipe.repair.mode != "none":

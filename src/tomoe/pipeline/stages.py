@@ -82,7 +82,7 @@ def plan(
     run.check_origin(source, recipe.model)
     corpus = Corpus.load(run.corpus)
     task = Task(model, recipe, corpus, run, on_progress=on_progress)
-    recorded = steps.recorded(method.extract(task, checkpoint, trained_for), method, task, source)
+    recorded = steps.with_origin(method.extract(task, checkpoint, trained_for), method, task, source)
     assert isinstance(recorded, Plan)
     text = corpus.fitting_text(recipe.repair.tokens)
     extracted = repair_plan(

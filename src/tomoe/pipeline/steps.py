@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed
-from tomoe.data.corpus import Corpus, prepare
+from tomoe.data.corpus import Corpus, prepare_corpus
 from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.files import atomic_folder
@@ -63,14 +63,14 @@ def begin_run(
         recipe,
         resumes,
         lambda: fingerprint(model if base.is_original else base.original()),
-        lambda: prepare(recipe.data, tokenizer, recipe.seed, model, stage_callback(on_progress, "text")),
+        lambda: prepare_corpus(recipe.data, tokenizer, recipe.seed, model, stage_callback(on_progress, "text")),
     )
     if own := file_of(recipe.method.name):
         distributed.on_rank_zero(lambda: run.keep_method(own, resumes))
     return model, tokenizer, corpus
 
 
-def recorded(plan: AnyPlan, method: Method, task: Task, source: str | None = None) -> AnyPlan:
+def with_origin(plan: AnyPlan, method: Method, task: Task, source: str | None = None) -> AnyPlan:
     """Add to a plan its origin: the fingerprint of the dense weights (by default the run's) and their config, the recipe, and
     notes of the method and of versions."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "tomoe": __version__}

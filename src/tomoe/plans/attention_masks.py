@@ -44,8 +44,8 @@ class PlannedAttention:
     @classmethod
     def of(cls, layer: LayerPlan, shape: ModelShape, device: torch.device) -> PlannedAttention | None:
         """Return the masks of a layer; None if its attention stays dense."""
-        whole = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
-        return None if whole else cls(layer, shape, device)
+        dense = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
+        return None if dense else cls(layer, shape, device)
 
     def value_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
         """Compute them with a value router: its embedding is the bias of `project_in`, its start that of `project_out`."""

@@ -117,12 +117,12 @@ class InputsPlan:
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one row per layer, for a table: the share of the inputs of each kind, and of all parameters as `active`."""
-        used, whole = self.inputs(), decoder_params(self.shape) / self.shape.num_layers
+        used, total = self.inputs(), decoder_params(self.shape) / self.shape.num_layers
         rows: list[dict[str, Any]] = []
         for i in range(self.shape.num_layers):
             held = {kind: self.widths[kind][i] for kind in self.names}
             saved = sum((held[kind] - used[kind][i]) * self.columns[kind][i] for kind in self.names)
-            row: dict[str, Any] = {"layer": i, "active": 1 - saved / whole}
+            row: dict[str, Any] = {"layer": i, "active": 1 - saved / total}
             row |= {kind: used[kind][i] / held[kind] if held[kind] else None for kind in self.names}
             rows.append(row)
         return rows

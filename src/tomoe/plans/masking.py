@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Linear
+from tomoe.model.mlp import WeightMatrix
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.plans.attention_masks import AttentionMasks, PlannedAttention, attention_hooks
@@ -95,7 +95,7 @@ def _refit_hooks(parts: LayerParts, masks: PlannedLayerMasks) -> Iterator[Remova
         yield with_weight(parts.attention.o, partial(masks.refitted, "output"))
 
 
-def with_weight(projection: Linear, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:
+def with_weight(projection: WeightMatrix, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:
     """Hook a projection to compute with another matrix [D n], given or made from its own, whatever was done to its input."""
 
     def hook(_: Any, args: tuple[Any, ...], __: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ class Plan:
     @property
     def prunes_attention(self) -> bool:
         """Whether any layer drops dims of its attention; otherwise attention is the family's own."""
-        whole = self.shape.head_dim
-        return any(layer.rotated or layer.qk_dims < whole or layer.value_top_k < whole for layer in self.counts)
+        full = self.shape.head_dim
+        return any(layer.rotated or layer.qk_dims < full or layer.value_top_k < full for layer in self.counts)
 
     @property
     def dynamic_values(self) -> bool:
@@ -139,11 +139,11 @@ class Plan:
     def describe(self) -> list[dict[str, Any]]:
         """Return one row per layer, for a table; the keys are columns, `active` is the fraction of the layer's parameters."""
         s = self.shape
-        whole = decoder_params(s) / s.num_layers
+        full = decoder_params(s) / s.num_layers
 
         def active(layer: LayerCounts) -> float:
             used = layer_params(s, layer.width, layer.qk_dims, layer.value_top_k) + layer.router_params(s)
-            return float(used) / whole
+            return float(used) / full
 
         return [
             {

@@ -224,9 +224,9 @@ class Recipe(RunRecipe):
         for key, value in defaults.items():
             section, _, leaf = key.rpartition(".")
             (values.setdefault(section, {}) if section else values).setdefault(leaf, value)
-        whole = type(self)(**values | {"method": dict(method)})
-        whole._check()
-        return whole
+        changed = type(self)(**values | {"method": dict(method)})
+        changed._check()
+        return changed
 
     def _problems_of_target(self) -> Iterator[str]:
         rules, form = TARGET_RULES[self.target], self.experts.form

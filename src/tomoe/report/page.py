@@ -68,7 +68,7 @@ def write_page(
         task_footnote=task_footnote(rows),
         curve=table(curve),
         curve_footnote=footnote(curve),
-        loops=loops(varieties) if len(varieties) > 1 else "",
+        loops=loops_sentence(varieties) if len(varieties) > 1 else "",
         generations=generations,
         method=svg_uri(template(words.drawing)),
         drawn=words.drawn,
@@ -124,11 +124,11 @@ def lost(rows: Sequence[Row], varieties: Sequence[Variety] = ()) -> str:
         if value is not None:
             worse.append(f"{score.task} {score.value:.1%} instead of {value:.1%}")
     if len(varieties) > 1:
-        worse.append(loops(varieties))
+        worse.append(loops_sentence(varieties))
     return f"{'; '.join(worse)}."
 
 
-def loops(varieties: Sequence[Variety]) -> str:
+def loops_sentence(varieties: Sequence[Variety]) -> str:
     """Say how many of its texts end in a loop, and of those of the dense model, which is first."""
     dense, moe = varieties[0], varieties[-1]
     return f"{moe.looped} of the {moe.texts} texts that it wrote end in a loop (dense model: {dense.looped})"

@@ -179,10 +179,10 @@ def _finetuning(plan: AnyPlan) -> list[tuple[str, str]]:
 
 
 def _attention(plan: Plan) -> str:
-    whole = plan.shape.head_dim
-    if all(qk == whole and v == whole for _, qk, v in plan.widths()):
+    full = plan.shape.head_dim
+    if all(qk == full and v == full for _, qk, v in plan.widths()):
         return ATTENTION["off"]
     kind = ATTENTION["per_token" if plan.dynamic_values else "static"]
     qk, values = ([w[i] for w in plan.widths()] for i in (1, 2))
     basis = "; values were rotated before they were cut" if plan.rotated else ""
-    return f"{kind}: Q/K {span(qk)}, V/O {span(values)} of {whole} dims{basis}"
+    return f"{kind}: Q/K {span(qk)}, V/O {span(values)} of {full} dims{basis}"

@@ -39,9 +39,9 @@ class FormWords(ABC):
 
     def lines(self, plan: Any) -> dict[str, list[float]]:
         """Return, per layer, a token's shares of everything else: of the dims of a head, where attention is pruned."""
-        whole = plan.shape.head_dim
+        full = plan.shape.head_dim
         cut = {name: [widths[column] for widths in plan.widths()] for column, name in enumerate(DIMS.values(), 1)}
-        return {name: [n / whole for n in dims] for name, dims in cut.items() if min(dims) < whole}
+        return {name: [n / full for n in dims] for name, dims in cut.items() if min(dims) < full}
 
 
 class FineWords(FormWords):

@@ -24,7 +24,7 @@ from tomoe.recipe.finetuning import TunedTrainSection
 from tomoe.recipe.shared import LoopSection
 from tomoe.training.run_folder import RunFolder
 
-Row = dict[str, Any]
+StepRow = dict[str, Any]
 LESS_MEMORY = (
     Advice("train.gradient_checkpointing", "to keep fewer activations", "true"),
     Advice("data.seq_len", "for shorter sequences", "N"),
@@ -178,7 +178,7 @@ class Training:
         best = {CHECKED: self.best.state()} if self.best else {}
         self.run.save(self.step, self.net, self.optimizer, {_NONFINITE: self.nonfinite_steps} | best)
 
-    def train(self, on_step: Callable[[Row], None] | None = None) -> None:
+    def train(self, on_step: Callable[[StepRow], None] | None = None) -> None:
         """Train to the last step of the recipe and save on the way; an interrupt loses no step. Raises UserError after too many
         consecutive steps without a finite loss, for non-finite values, and if another process of the run is gone."""
         train = self.loop
@@ -224,12 +224,12 @@ class Training:
         try:
             yield
         except BaseException:
-            whole = not self.updating and not self.nonfinite_steps
-            if whole and self.step > self.saved and self._learned_is_finite():
+            finished = not self.updating and not self.nonfinite_steps
+            if finished and self.step > self.saved and self._learned_is_finite():
                 self.save()
             raise
 
-    def one_step(self) -> Row:
+    def one_step(self) -> StepRow:
         """Run the forward passes of a step (this process its share), then one update, unless something is not finite."""
         start = time.perf_counter()
         train = self.loop
@@ -247,7 +247,9 @@ class Training:
         norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
         *sums, gradient_norm = _read([*([row[name] for row in rows] for name in rows[0]), [norm]], norm.device)
         *terms, all_tokens = distributed.all_reduce_scalars([*sums, tokens])
-        row: Row = {name: term / train.gradient_accumulation_steps for name, term in zip(rows[0], terms, strict=True)}
+        row: StepRow = {
+            name: term / train.gradient_accumulation_steps for name, term in zip(rows[0], terms, strict=True)
+        }
         skipped = not (math.isfinite(row["loss"]) and math.isfinite(gradient_norm))
         self.nonfinite_steps = self.nonfinite_steps + 1 if skipped else 0
         self.updating = True

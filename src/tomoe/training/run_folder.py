@@ -223,7 +223,7 @@ class RunFolder:
                 return checkpoint
         if folders:
             raise UserError(
-                f"no checkpoint in {self.checkpoints} is whole (files are truncated or of another run)", START_OVER
+                f"no checkpoint in {self.checkpoints} is complete (files are truncated or of another run)", START_OVER
             )
         return None
 
@@ -239,9 +239,9 @@ class RunFolder:
         try:
             state = read_json(folder / "state.json")
             # our own file names, not those in the file, which could lead anywhere
-            whole = all(sha256(folder / name) == state["sha256"][name] for name in self.tensors)
+            complete = all(sha256(folder / name) == state["sha256"][name] for name in self.tensors)
             right_name = type(state["step"]) is int and folder.name == f"step-{state['step']:06d}"
-            return Checkpoint(folder, state["step"], state) if whole and right_name else None
+            return Checkpoint(folder, state["step"], state) if complete and right_name else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

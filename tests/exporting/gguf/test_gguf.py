@@ -22,7 +22,7 @@ from conftest import LLAMA3_ROPE, make_pico, make_plan, tokens, write_export
 from pico_files import CommandLine, pico_recipe, proved, refused, write_folded, write_pico, write_text
 from pico_tokenizer import TOKENIZER, make_tokenizer
 from tomoe.errors import UserError
-from tomoe.exporting.choice import choose
+from tomoe.exporting.choice import choose_target
 from tomoe.exporting.gguf import file as gguf_file
 from tomoe.exporting.gguf import llama_cpp
 from tomoe.exporting.gguf.experts import merge_experts
@@ -333,7 +333,7 @@ def test_an_export_that_is_refused_on_the_way_leaves_nothing(tmp_path: Path) -> 
         (make_tokenizer(), "no merges"),
     ):
         with pytest.raises(UserError, match=words):
-            write_export(choose(moe, "gguf"), moe, tokenizer, tmp_path / "out", Options())
+            write_export(choose_target(moe, "gguf"), moe, tokenizer, tmp_path / "out", Options())
         assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen3Config
 from pico_files import CommandLine, refused
 from tomoe.errors import UserError
 from tomoe.exporting.gguf import layout_speed
-from tomoe.exporting.gguf.layout_speed import TOKENS, best, measure, table, to_json
+from tomoe.exporting.gguf.layout_speed import TOKENS, best, table, time_layouts, to_json
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 
 SIZES = dict(
@@ -49,7 +49,7 @@ def by_bytes(path: Path, context: int, threads: int) -> Callable[[int], tuple[fl
 
 
 def test_files_are_those_of_an_export_and_the_fastest_that_reads_prompts_well_is_taken(config_alone: str) -> None:
-    rows = measure(config_alone, [0.7], ["q8_0"], layers=2, prompt=32, rounds=2, threads=2, open_file=by_bytes)
+    rows = time_layouts(config_alone, [0.7], ["q8_0"], layers=2, prompt=32, rounds=2, threads=2, open_file=by_bytes)
     dense, *converted = rows
     assert dense.candidate.layout is None
     assert dense.token_ratios == (1, 1)
@@ -62,8 +62,8 @@ def test_files_are_those_of_an_export_and_the_fastest_that_reads_prompts_well_is
     assert taken is not None
     assert taken.num_experts <= 16
     # all layers, and the rows of the real vocabulary
-    assert dense.tokens_per_second == pytest.approx(1 / dense.candidate.whole)
-    assert dense.candidate.whole > 3 * dense.candidate.bytes
+    assert dense.tokens_per_second == pytest.approx(1 / dense.candidate.full_bytes)
+    assert dense.candidate.full_bytes > 3 * dense.candidate.bytes
     assert len(table(rows)[1]) == len(json.loads(to_json("m", 1, rows))["rows"]) == len(rows)
 
 
@@ -75,7 +75,7 @@ def test_a_file_has_the_sizes_of_its_layout_and_the_dense_one_has_no_experts(con
         seen.append({t.name: tuple(t.shape.tolist()) for t in file.tensors})
         return lambda prompt: (1.0, 1.0)
 
-    rows = measure(config_alone, [0.7], ["q4_k_m"], layers=2, rounds=1, open_file=opened)
+    rows = time_layouts(config_alone, [0.7], ["q4_k_m"], layers=2, rounds=1, open_file=opened)
     assert seen[0]["blk.1.ffn_up.weight"] == (256, 1536)
     assert not any("exps" in name for name in seen[0])
     for row, tensors in zip(rows[1:], seen[1:], strict=True):
@@ -96,7 +96,7 @@ def test_llama_cpp_runs_them(config: Qwen2Config | Qwen3Config, tmp_path: Path) 
         ran.append(bool(LlamaCpp(path, 4096, 64, 300, threads=1).log_probs([300, 301, 302]).isfinite().all()))
         return lambda prompt: (1.0, 1.0)
 
-    measure(str(tmp_path), [0.7], ["q8_0"], layers=2, rounds=1, open_file=opened)
+    time_layouts(str(tmp_path), [0.7], ["q8_0"], layers=2, rounds=1, open_file=opened)
     assert len(ran) > 2
     assert all(ran)
 
@@ -107,4 +107,4 @@ def test_what_is_missing_is_said(config_alone: str, tomoe: CommandLine, monkeypa
     refused(tomoe("benchmark", config_alone, config_alone, "--engine", "llama.cpp"), "leave", "out")
     refused(tomoe("benchmark", config_alone), "name the converted model")
     with pytest.raises(UserError, match="can be cut to"):
-        measure(config_alone, [0.01], open_file=by_bytes)
+        time_layouts(config_alone, [0.01], open_file=by_bytes)

@@ -11,7 +11,7 @@ from tomoe.methods.tomoe.attention import attention_importance
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
 from tomoe.methods.tomoe.gumbel import keep_probability
-from tomoe.methods.tomoe.objective import active_fraction, sampled_masks
+from tomoe.methods.tomoe.objective import sampled_fraction, sampled_masks
 from tomoe.methods.tomoe.overlapping import (
     ROUTER_CONFIDENCE,
     confident_scale,
@@ -160,7 +160,7 @@ def test_sampling_keeps_the_widths_of_the_plan_on_average(family: str, attention
         for m in masks:
             if m.attention is not None:
                 m.attention.values(ids.new_zeros(1, s.hidden_size).float())  # one token: no maximum over tokens
-        return float(active_fraction(masks, s))
+        return float(sampled_fraction(masks, s))
 
     actual = torch.tensor([sampled(seed) for seed in range(draws)])
     # Over 90 cases with five seeds the mean was at most 1.6 standard errors above, and never below: 5 are never passed by chance.

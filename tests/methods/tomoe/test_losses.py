@@ -12,12 +12,12 @@ from tomoe.methods.tomoe.attention import SampledAttention
 from tomoe.methods.tomoe.objective import (
     SampledLayerMasks,
     _Product,
-    active_fraction,
     budget_penalty,
     coverage_penalty,
     layer_widths,
     log_ratio,
     objective,
+    sampled_fraction,
     sampled_masks,
 )
 from tomoe.methods.tomoe.overlapping import SampledOverlapping
@@ -113,7 +113,7 @@ def test_budget_penalty_narrows_and_widens(attention: str) -> None:
         masks = sampled_masks(net, 0)
         with masked(dense, masks):
             dense(tokens())
-        fraction = active_fraction(masks, shape_of(dense))
+        fraction = sampled_fraction(masks, shape_of(dense))
         assert 0.05 < fraction.item() < 1.0
         starts = [projection.start for projection in watched]
         for grad in torch.autograd.grad(budget_penalty(fraction, target), starts):

@@ -34,6 +34,6 @@ def test_allocation_is_the_best_for_convex_losses() -> None:
         ([1], [1]),
     ],
 )
-def test_evened_numbers_keep_the_sum_and_what_is_whole(units: list[int], even: list[int]) -> None:
+def test_spread_units_keep_the_sum_and_dense_layers(units: list[int], even: list[int]) -> None:
     assert spread_evenly(units, most=8) == even
     assert sum(even) == sum(units)

@@ -1,6 +1,6 @@
 """A converted model with everything active, on the backend that runs what its tokens choose.
 
-Beside the dense model it shows what the kernel gives, beside the model as it is what the choice gives.
+Compared with the dense model it shows the effect of the kernel; compared with the model as it is, that of the choice.
 """
 
 from __future__ import annotations

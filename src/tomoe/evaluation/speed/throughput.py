@@ -22,7 +22,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-from tomoe.data.evaluation_text import held_out_text, read_text
+from tomoe.data.evaluation_text import held_out_text, load_text
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.speed.same_kernel import backends_of, run_everything, set_to
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
@@ -171,12 +171,12 @@ class Pair:
             return static(model) if static else decode(model, kept[id(model)], tail)
 
         ids = head if phase == "prefill" else tail[:, :1]
-        whole = None if phase == COMPILED else run_everything(self.moe, backends_of(self.moe, ids.numel()))
+        all_active = None if phase == COMPILED else run_everything(self.moe, backends_of(self.moe, ids.numel()))
 
         def one_round() -> list[float]:
             timed = [run(self.dense), run(self.moe)]
-            if whole is not None:
-                with set_to(whole):
+            if all_active is not None:
+                with set_to(all_active):
                     timed.append(run(self.moe))
             return timed
 
@@ -216,7 +216,7 @@ class Pair:
         timed: Sequence[Sequence[float]],
         touched: Sequence[int],
     ) -> Cell:
-        dense, moe, *whole = zip(*timed, strict=True)
+        dense, moe, *all_active = zip(*timed, strict=True)
         ratios = _ratios(dense, moe)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         backend = backends_of(self.moe, ids.numel())
@@ -237,8 +237,8 @@ class Pair:
             dense_bytes=touched[0] // ids.numel(),
             moe_bytes=touched[1] // ids.numel(),
             bound=self._weights_bound(backend) if phase == "prefill" else touched[0] / touched[1],
-            same_kernel_s=statistics.median(whole[0]) if whole else None,
-            choice_ratio=statistics.median(_ratios(whole[0], moe)) if whole else None,
+            same_kernel_s=statistics.median(all_active[0]) if all_active else None,
+            choice_ratio=statistics.median(_ratios(all_active[0], moe)) if all_active else None,
         )
 
     def _weights_bound(self, backend: str) -> float:
@@ -307,7 +307,7 @@ def benchmark(
     if text is None:
         evaluation = held_out_text([moe])
     else:
-        evaluation = read_text(text, load_tokenizer(dense), 128, max(batches) * (max(prompts) + STEPS))
+        evaluation = load_text(text, load_tokenizer(dense), 128, max(batches) * (max(prompts) + STEPS))
     ids = evaluation.sequences.input_ids[evaluation.sequences.mask]
     models: dict[str, Any] = {}
     memory: dict[str, Memory] = {}

@@ -21,7 +21,7 @@ ROWS = 32
 LOOK = 8  # tokens between two looks at whether a text has ended
 
 Ended = Callable[[Sequence[int], Sequence[int]], bool]
-"""Whether what was written after a prompt is whole; both in tokens."""
+"""Whether what was written after a prompt is complete; both in tokens."""
 
 
 def continuations(

@@ -18,7 +18,7 @@ from typing import Any
 from tomoe.data.sources import hub_rows, jsonl
 from tomoe.errors import UserError
 
-Row = Mapping[str, Any]
+Problem = Mapping[str, Any]
 NAME, HUB = "humaneval", "openai/openai_humaneval"
 COLUMNS = ("prompt", "test", "entry_point")
 MOST = 320  # tokens of an answer
@@ -44,10 +44,10 @@ class Prompt:
     opening: str  # what a model without a chat template continues
 
 
-def problems(folder: Path | None) -> list[Row]:
+def problems(folder: Path | None) -> list[Problem]:
     """Read all problems: from the .jsonl file in FOLDER/humaneval, else from the hub. Raises UserError if not found."""
     files = sorted((folder / NAME).glob("*.jsonl")) if folder is not None else []
-    rows: list[Row] = list(jsonl(files[0]) if files else hub_rows(HUB, "test"))
+    rows: list[Problem] = list(jsonl(files[0]) if files else hub_rows(HUB, "test"))
     for row in rows:
         if any(not isinstance(row.get(column), str) for column in COLUMNS):
             raise UserError(
@@ -57,7 +57,7 @@ def problems(folder: Path | None) -> list[Row]:
     return rows
 
 
-def prompt_of(row: Row) -> Prompt:
+def prompt_of(row: Problem) -> Prompt:
     """Turn a problem into a prompt."""
     question = f"Complete this Python function. Answer with the whole function.\n\n```python\n{row['prompt']}```"
     return Prompt(question, f"```python\n{row['prompt']}", row["prompt"])
@@ -110,6 +110,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def passes(row: Row, text: str) -> bool:
+def passes(row: Problem, text: str) -> bool:
     """Whether the generated function passes the tests of its problem."""
     return runs(f"{row['prompt']}{body(text)}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")

@@ -15,7 +15,7 @@ from tomoe.errors import Advice, UserError
 from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Count, Name, Share, TaskScore
 from tomoe.evaluation.writing import humaneval
 from tomoe.evaluation.writing.continuations import ROWS, continuations
-from tomoe.evaluation.writing.humaneval import Prompt, Row
+from tomoe.evaluation.writing.humaneval import Problem, Prompt
 from tomoe.model.generation import asked
 from tomoe.model.tokens import check_text, continuation_text, prompt_ids
 from tomoe.progress import StageCallback, no_stage_progress
@@ -105,7 +105,7 @@ def write(
 class ProgramTask:
     """Counts functions that pass their tests."""
 
-    problems: list[Row]
+    problems: list[Problem]
 
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
         prompts = [humaneval.prompt_of(problem) for problem in self.problems]
@@ -164,7 +164,7 @@ def distinct(ids: Sequence[int]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> ProgramTask | LoopTask:
+def load_task(name: str, folder: Path | None, limit: int | None, run_code: bool) -> ProgramTask | LoopTask:
     """Load a task with `limit` of its problems, evenly spread. Raises UserError if it may not run, or has no problems."""
     if name == LOOPS:
         return LoopTask(TOPICS[:limit])

@@ -41,8 +41,8 @@ ATTENTION_NAMES = {
 class GgufArch(ABC):
     """An architecture of llama.cpp, by its name.
 
-    stock: the class of transformers with the same places and decoder, and with the router that llama.cpp has; multiple: of
-    which expert widths are, unless the user says so; own_target: whose conversions fit.
+    stock: the class of transformers with the same layout and decoder, and with llama.cpp's router; multiple: of expert
+    widths, unless the user sets it; own_target: whose conversions fit.
     """
 
     name: ClassVar[str]

@@ -41,7 +41,7 @@ WEIGHTED = {GGMLQuantizationType[name] for name in ("Q4_K", "Q5_K", "Q6_K", "Q5_
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of the file; importance: makes a tensor of its shape that holds in each column its importance."""
 
     name: str
@@ -98,7 +98,7 @@ class Weights:
             kind = GGMLQuantizationType.Q5_0 if short else COARSER_ROWS[kind]
         return kind
 
-    def larger_rows(self, entries: Iterable[Entry]) -> str:
+    def larger_rows(self, entries: Iterable[TensorEntry]) -> str:
         """Say how many of the values need a larger type; empty if none do."""
         numbers: Counter[str] = Counter()
         total = 0
@@ -118,14 +118,14 @@ def make_entry(
     make: Callable[[], Tensor],
     shape: tuple[int, ...] | None,
     importance: Callable[[], Tensor] | None = None,
-) -> Entry:
+) -> TensorEntry:
     """Make a tensor of the file, in the type for its name and rows."""
     shape = tuple(make().shape) if shape is None else shape
     kind = weights.fitting(name, shape)
-    return Entry(name, shape, kind, make, importance if kind in WEIGHTED and "token_embd" not in name else None)
+    return TensorEntry(name, shape, kind, make, importance if kind in WEIGHTED and "token_embd" not in name else None)
 
 
-def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
+def quantized(entry: TensorEntry) -> Shaped[np.ndarray, ...]:
     """Return the tensor of an entry as stored."""
     numbers = entry.make().detach().float().cpu().contiguous().numpy()
     if entry.importance is None:
@@ -140,9 +140,9 @@ def quantized(entry: Entry) -> Shaped[np.ndarray, ...]:
 def write_tensors(
     writer: GGUFWriter,
     path: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     on_progress: StageCallback,
-    stored: Callable[[Entry], Shaped[np.ndarray, ...]] = quantized,
+    stored: Callable[[TensorEntry], Shaped[np.ndarray, ...]] = quantized,
 ) -> None:
     """Write the file, tensor by tensor, and close the writer. `stored` makes the data of an entry."""
     for entry in entries:

@@ -27,9 +27,9 @@ from transformers import PreTrainedConfig
 
 from tomoe.errors import UserError
 from tomoe.exporting.gguf.experts import MERGED
-from tomoe.exporting.gguf.file import Entry, Weights, make_entry, write_tensors
+from tomoe.exporting.gguf.file import TensorEntry, Weights, make_entry, write_tensors
 from tomoe.exporting.gguf.llama_cpp import check_quantizer, quantize
-from tomoe.exporting.gguf.target import arch_of, write_head
+from tomoe.exporting.gguf.target import arch_of, write_keys
 from tomoe.exporting.stock.architecture import StockLayout, empty_stock
 from tomoe.exporting.target import Precision
 from tomoe.model.loading import load_config
@@ -59,7 +59,7 @@ class Candidate:
     active: float
     layout: FineLayout | None
     bytes: float  # of weights that a token reads in the timed layers
-    whole: float  # the same of all layers and of the output matrix
+    full_bytes: float  # the same of all layers and of the output matrix
     target: str  # of a conversion to such a file
 
     @property
@@ -88,7 +88,7 @@ class Timed:
     @property
     def tokens_per_second(self) -> float:
         """Estimated for all layers and the output matrix, by their bytes."""
-        return self.candidate.bytes / self.candidate.whole / statistics.median(self.tokens)
+        return self.candidate.bytes / self.candidate.full_bytes / statistics.median(self.tokens)
 
 
 def best(rows: Sequence[Timed]) -> Timed:
@@ -138,7 +138,7 @@ class _Model:
             raise UserError(f"llama.cpp does not support this model with experts: {problem}")
         return moe
 
-    def entries(self, moe: ToMoEForCausalLM, stored: StockLayout, precision: Precision) -> list[Entry]:
+    def entries(self, moe: ToMoEForCausalLM, stored: StockLayout, precision: Precision) -> list[TensorEntry]:
         weights = Weights(precision, self.shape.num_layers, stored.experts)
         return [make_entry(name, weights, make, shape) for name, make, shape in self.arch.parts(moe, stored)]
 
@@ -148,14 +148,14 @@ def candidates(
 ) -> Iterator[tuple[Candidate, Callable[[Path], None]]]:
     """Yield the dense file and one per layout and active fraction, with its writer. Raises UserError if no layout meets one of
     the fractions, or if llama.cpp cannot run the model."""
-    whole, few = _Model(config), _Model(config, layers)
+    full, few = _Model(config), _Model(config, layers)
     dense_yet = False
     for active in actives:
         seen: set[FineLayout] = set()
         for number in NUMBERS:
-            recipe = Recipe().changed([f"target={whole.target}", f"active={active}", f"experts.num_experts={number}"])
+            recipe = Recipe().changed([f"target={full.target}", f"active={active}", f"experts.num_experts={number}"])
             try:
-                layout = cast(FineLayout, layout_of(recipe, whole.shape))
+                layout = cast(FineLayout, layout_of(recipe, full.shape))
             except UserError:
                 if number:
                     continue
@@ -165,15 +165,15 @@ def candidates(
             seen.add(layout)
             if not dense_yet:
                 dense_yet = True
-                yield _candidate(whole, few, layout, None, 1.0, precision)
-            yield _candidate(whole, few, layout, layout, active, precision)
+                yield _candidate(full, few, layout, None, 1.0, precision)
+            yield _candidate(full, few, layout, layout, active, precision)
 
 
 def _candidate(
-    whole: _Model, few: _Model, layout: FineLayout, converted: FineLayout | None, active: float, precision: Precision
+    full: _Model, few: _Model, layout: FineLayout, converted: FineLayout | None, active: float, precision: Precision
 ) -> tuple[Candidate, Callable[[Path], None]]:
     read = []
-    for model in (few, whole):
+    for model in (few, full):
         moe = model.moe(layout)
         stored = model.arch.layout(moe, None)
         if converted is None:
@@ -188,7 +188,7 @@ def _candidate(
 
     def write(path: Path) -> None:
         writer = GGUFWriter(None, name)
-        write_head(writer, moe, stored, path.stem, precision)
+        write_keys(writer, moe, stored, path.stem, precision)
         _write_vocabulary(writer)
         rng = np.random.default_rng(0)
         write_tensors(writer, path, tensors, no_stage_progress, lambda entry: _random(entry, rng))
@@ -196,7 +196,7 @@ def _candidate(
     return Candidate(precision, active, converted, nbytes, read[1][3], few.target), write
 
 
-def _random(entry: Entry, rng: np.random.Generator) -> Shaped[np.ndarray, ...]:
+def _random(entry: TensorEntry, rng: np.random.Generator) -> Shaped[np.ndarray, ...]:
     rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
     numbers = np.ones((1, columns)) if "norm" in entry.name else 0.02 * rng.standard_normal((min(rows, _TILE), columns))
     # a router must not repeat itself: equal experts would be chosen together
@@ -223,7 +223,7 @@ def check_engine(precisions: Sequence[Precision]) -> None:
         check_quantizer(precision)
 
 
-def measure(
+def time_layouts(
     model: str,
     actives: Sequence[float],
     precisions: Sequence[Precision] = ("q8_0", "q4_k_m"),

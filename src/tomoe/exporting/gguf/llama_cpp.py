@@ -66,10 +66,10 @@ class LlamaCpp:
         rows: int = 1,
         exact: bool = True,
     ):
-        """`letter` is any token that is text by itself: llama.cpp answers no end of text and no half of a character.
+        """`letter` is any token that is text by itself: llama.cpp returns no end-of-text and no half characters.
 
         `rows` sequences can run at once, with `context` tokens together. exact: keys and values are kept in float32; float16,
-        its default and faster, would hide what the weights do.
+        its default and faster, would hide differences of the weights.
         """
         x = binding()
         p = x.CommonParams()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.errors import Advice, UserError
 from tomoe.exporting.gguf.archs import GgufArch, Glm4Moe, Llama
 from tomoe.exporting.gguf.families import FAMILY_ARCHS
-from tomoe.exporting.gguf.file import FILE_TYPES, Entry, Weights, make_entry, write_tensors
+from tomoe.exporting.gguf.file import FILE_TYPES, TensorEntry, Weights, make_entry, write_tensors
 from tomoe.exporting.gguf.importance import Importance, of_folder
 from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
@@ -106,7 +106,7 @@ def _weights(moe: ToMoEForCausalLM, precision: Precision) -> Weights:
 @torch.no_grad()
 def entries(
     moe: ToMoEForCausalLM, precision: Precision, multiple: int | None, importance: Importance | None = None
-) -> Iterator[Entry]:
+) -> Iterator[TensorEntry]:
     """Yield every tensor of the file in order; an entry makes its tensor when written."""
     arch = _arch(moe)
     weights, layout = _weights(moe, precision), arch.layout(moe, multiple)
@@ -129,7 +129,7 @@ def write_gguf(
     """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read differently."""
     arch = _arch(moe)
     writer = GGUFWriter(None, arch.name)
-    write_head(writer, moe, arch.layout(moe, multiple), path.stem, precision)
+    write_keys(writer, moe, arch.layout(moe, multiple), path.stem, precision)
     if tokenizer is not None:
         write_tokenizer(writer, tokenizer, moe.config.vocab_size)
     if importance is not None:
@@ -139,7 +139,7 @@ def write_gguf(
     write_tensors(writer, path, list(entries(moe, precision, multiple, importance)), on_progress)
 
 
-def write_head(writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout, name: str, precision: Precision) -> None:
+def write_keys(writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout, name: str, precision: Precision) -> None:
     """Write the keys of a file, except those of its tokenizer."""
     arch = _arch(moe)
     writer.add_type("model")

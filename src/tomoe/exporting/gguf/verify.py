@@ -109,11 +109,11 @@ def verify_file(comparison: Comparison, form: RouterForm | None) -> Proof:
         return Proof(agreement, judge(agreement, bounds) or problem, comparison.how, written)
     del llama
     use_all_experts_(comparison.moe)
-    whole = None
+    all_experts = None
     if shutil.disk_usage(file.parent).free > 1.1 * file.stat().st_size:
         with TemporaryDirectory(dir=file.parent) as place:
-            whole = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
+            all_experts = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
     agreed = routers.found
-    with_all, planned = parts_problems(agreement, whole, bounds)
+    with_all, planned = parts_problems(agreement, all_experts, bounds)
     problem = problem or agreed.problem or with_all or planned
-    return Proof(agreement, problem, comparison.how, written, routers=agreed, all_experts=whole)
+    return Proof(agreement, problem, comparison.how, written, routers=agreed, all_experts=all_experts)

@@ -39,7 +39,7 @@ class FineGrained(StockArch):
     form: of its routers; coarse_scores: whether transformers makes their scores in the dtype of the model; float32_routers:
     whether they are float32 in a checkpoint of any dtype. block, gate: names of a layer's MoE, and of the router in it.
 
-    Names of tensors in a layer: router: its weight, and its corrections if it has some; experts, shared, whole: gate, up and
+    Names of tensors in a layer: router: its weight, and its corrections if it has some; experts, shared, dense_mlp: gate, up and
     down of an expert by its number, of the shared expert, and of a layer without experts; where there are two names, the first
     holds gate and up, one behind the other, and without a place for the number they hold all experts. shared_gate: what the
     output of the shared expert is multiplied by the sigmoid of.

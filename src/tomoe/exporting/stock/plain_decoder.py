@@ -1,6 +1,6 @@
 """The decoder that several stock classes share: plain RMS norms, separate Q, K and V, RoPE over full heads.
 
-Dropped Q/K and V/O dims come back as zeros at their places, which changes no logit. What no zero can express (V/O dims chosen
+Dropped Q/K and V/O dims return as zeros at their places, which changes no logit. What zeros cannot express (V/O dims chosen
 for each token, biases that the class does not support) is refused in one sentence.
 
 Letters: D hidden size, C head dim, c kept dims.

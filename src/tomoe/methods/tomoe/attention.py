@@ -24,7 +24,7 @@ from tomoe.methods.tomoe.projection import Projection, initial_logits
 from tomoe.methods.tomoe.rotation import head_rotations
 from tomoe.model.attention import rotate_heads
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Linear
+from tomoe.model.mlp import WeightMatrix
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import layer_parts
 from tomoe.plans import Plan
@@ -150,7 +150,7 @@ class AttentionRanking:
         parts = self.parts[i]
         activations: dict[str, Tensor] = {}
 
-        def record(module: Linear, name: str) -> RemovableHandle:
+        def record(module: WeightMatrix, name: str) -> RemovableHandle:
             def hook(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> None:
                 # some families clip these in place
                 activations[name] = y.flatten(0, -2).clone() if valid is None else real_tokens(y, valid)

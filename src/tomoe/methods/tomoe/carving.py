@@ -42,8 +42,8 @@ def carve_(
 
     more_hooks = None if ranking is None else ranking.hooks
     starts = visit_layers(model, ids, mask, carve, net.blank_start, progress, more_hooks)
-    whole = s.num_layers * int(attention_params(s, s.head_dim, s.head_dim)), False
-    attention, cut = whole if ranking is None else ranking.initialize_(active)
+    dense = s.num_layers * int(attention_params(s, s.head_dim, s.head_dim)), False
+    attention, cut = dense if ranking is None else ranking.initialize_(active)
     left = active * decoder_params(s) - (s.other_params + attention + net.counted_routers(cut))
     units = units_of_layers([start.loss for start in starts], net.layout, s, left)
     net.initialize_experts_(starts, units, left)

@@ -36,7 +36,7 @@ def extract_plan(
     """Return the noise-free plan with the fraction `active` of the decoder parameters.
 
     Only the per-token choice of V/O dims needs the calibration text: K follows the logits of its tokens, first on dense
-    activations and then on those of the plan that these give. Raises UserError if whole units cannot meet the budget within
+    activations and then on those of the plan that these give. Raises UserError if integer units cannot meet the budget within
     `tolerance` (absolute, a fraction of the decoder parameters).
     """
     extraction = Extraction(net)
@@ -92,8 +92,8 @@ class Extraction:
         of_attention = [[] if attention is None else attention.sites(i) for i in range(s.num_layers)]
         layers = [[*self.experts.sites(i), *of_attention[i]] for i in range(s.num_layers)]
         sites = [site for layer in layers for site in layer]
-        whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention is None else 0
-        target = round(active * decoder_params(s)) - s.other_params - whole - self.experts.params - routers
+        unpruned = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention is None else 0
+        target = round(active * decoder_params(s)) - s.other_params - unpruned - self.experts.params - routers
         # carved experts with dense attention leave nothing to choose
         offset = common_offset(sites, target) if sites else 0.0
         chosen = self.experts.choose(layers, offset, target, round(tolerance * decoder_params(s)))

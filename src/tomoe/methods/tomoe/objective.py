@@ -40,7 +40,7 @@ def objective(
 
     `routers`: parameters of routers that the budget counts; the paper's counts none.
     """
-    fraction = active_fraction(masks, shape, routers)
+    fraction = sampled_fraction(masks, shape, routers)
     terms = {
         "budget": budget_penalty(layer_fractions(masks, shape, routers) if uniform_layers else fraction, target),
         "coverage": coverage_penalty(masks),
@@ -121,7 +121,7 @@ def layer_widths(
     return widths, torch.stack([a.qk_mask for a in attention]).sum(-1), dims
 
 
-def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, ""]:
+def sampled_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, ""]:
     """Return T(d_MoE) / T_total of sampled masks (Eq. 8, Sec. 3.4), with this many router parameters counted."""
     return (layer_params(shape, *layer_widths(masks, shape)).sum() + routers) / decoder_params(shape)
 
@@ -133,8 +133,8 @@ def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tenso
 
 def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape, routers: int = 0) -> Float[Tensor, " L"]:
     """Return the active fraction of each layer: if all layers have one width, each has to meet the budget."""
-    whole = decoder_params(shape) / shape.num_layers
-    return (layer_params(shape, *layer_widths(masks, shape)) + routers / shape.num_layers) / whole
+    total = decoder_params(shape) / shape.num_layers
+    return (layer_params(shape, *layer_widths(masks, shape)) + routers / shape.num_layers) / total
 
 
 class _Product(torch.autograd.Function):

@@ -34,7 +34,7 @@ _reasons: dict[Path, str] = {}
 
 def why_missing(source: Path) -> str | None:
     """Say why there is no library of this C++ file, and what to do about it; None if there is one."""
-    return None if load(source) is not None else _reasons.get(source)
+    return None if load_library(source) is not None else _reasons.get(source)
 
 
 class Missing(Exception):
@@ -42,7 +42,7 @@ class Missing(Exception):
 
 
 @cache
-def load(source: Path) -> ctypes.CDLL | None:
+def load_library(source: Path) -> ctypes.CDLL | None:
     """Load the library compiled from a C++ file; None without a compiler, OpenMP or cache folder, or if TOMOE_NATIVE=0.
 
     It is cached in `cache_folder()/kernels` under a hash of source, flags, compiler and processor, so that a stale one, or

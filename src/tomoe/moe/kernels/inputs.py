@@ -1,7 +1,7 @@
 """The inputs that tokens choose, and projections that read only the columns of these.
 
-For the latter a projection's matrix lies input after input in memory (`prepare_`), as that of an image does in `channels_last`:
-shape, values and what writes to it stay what they are. One that something has laid otherwise is multiplied by PyTorch.
+For the latter a projection's matrix is stored column by column (`prepare_`), as an image is in `channels_last`: its shape, values
+and writes to it are unaffected. A matrix with another memory layout is multiplied by PyTorch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
+from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load_library
 from tomoe.moe.kernels.linear import hooks_of
 from tomoe.moe.kernels.native import DTYPES, obstacle_of, trial
 from tomoe.moe.modeling_tomoe import Choice, chosen_inputs, few, learns, matrix_of, multiplies, sum_rows
@@ -164,7 +164,7 @@ def available() -> bool:
 @cache
 def kernel() -> Kernel | None:
     """The compiled functions; None if they do not compile or disagree with PyTorch on this machine."""
-    library = load(SOURCE)
+    library = load_library(SOURCE)
     if library is None:
         return None
     found = Kernel(library)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
+from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load_library
 from tomoe.moe.kernels.native import PROCESSOR, SOURCE, kernel, trial
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, few, learns
 
@@ -21,7 +21,7 @@ def supports(module: Any, x: Tensor) -> bool:
     if torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16") or not (x.numel() and few(x)):
         return False
     # nothing but a linear layer: not one that something was added to, or whose weight only looks like a tensor
-    if type(module) not in (nn.Linear, Linear) or type(module.weight.data) is not Tensor:
+    if type(module) not in (nn.Linear, KernelLinear) or type(module.weight.data) is not Tensor:
         return False
     weight = module.weight
     if not (x.is_cpu and weight.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous()):
@@ -29,7 +29,7 @@ def supports(module: Any, x: Tensor) -> bool:
     return not learns(x, [weight]) and multiplier() is not None
 
 
-class Linear(nn.Linear):
+class KernelLinear(nn.Linear):
     """A linear layer that runs in the kernel for a few tokens. A class, so that one torch.compile graph serves all layers."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def prepare_(model: nn.Module) -> None:
     mlps: list[nn.Module] = getattr(model, "mlps", list)()
     for name, module in list(model.named_modules()) if mlps else ():
         if type(module) is nn.Linear and name.endswith("_proj") and "router" not in name and not hooks_of(module):
-            made = Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+            made = KernelLinear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
             made.weight, made.bias = module.weight, module.bias
             model.set_submodule(name, made.train(module.training))
 
@@ -67,7 +67,7 @@ Multiplier = Callable[[Tensor, Tensor], Tensor]
 @cache
 def multiplier() -> Multiplier | None:
     """The compiled product of x [.., D] and weight [V, D] in bfloat16; None if it is missing or disagrees with PyTorch."""
-    library = load(SOURCE) if kernel() else None
+    library = load_library(SOURCE) if kernel() else None
     if library is None:
         return None
     arguments = [POINTER, INT64, INT64, POINTER, INT64, POINTER, INT32]

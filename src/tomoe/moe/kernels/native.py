@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load, why_missing
+from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load_library, why_missing
 from tomoe.moe.modeling_tomoe import ToMoEMLP, keep, learns, run_masked
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool, i
 @cache
 def kernel() -> Kernel | None:
     """The compiled function; None if it does not compile or disagrees with PyTorch on this machine."""
-    library = load(SOURCE)
+    library = load_library(SOURCE)
     if library is None:
         return None
     run = _typed(library)
@@ -216,7 +216,7 @@ def has_matrix_units() -> bool:
 
 @cache
 def _tiles() -> int:
-    library = load(SOURCE)
+    library = load_library(SOURCE)
     return 0 if library is None else int(library.tomoe_tiles())
 
 

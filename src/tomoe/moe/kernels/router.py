@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
+from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load_library
 from tomoe.moe.kernels.native import DTYPES, MATRIX_DIMS, PROCESSOR, SOURCE, Algorithm, has_matrix_units, kernel, trial
 from tomoe.moe.modeling_tomoe import BACKENDS, Router, keep, learns
 
@@ -31,7 +31,7 @@ def supports_native(router: Router, x: Tensor) -> bool:
 def native_logits(router: Router, x: Tensor) -> Tensor:
     """Compute the router's logits in the kernel, with float32 sums.
 
-    Weights that are bfloat16 values, as all that tomoe writes are, meet tokens in bfloat16 as such: each product is exact.
+    Weights with bfloat16 values, as tomoe writes them, are multiplied with bfloat16 tokens as such: each product is exact.
     """
     algorithm, multiply = fastest_algorithm(len(x), x.shape[1], x.dtype), multiplier()
     assert algorithm is not None
@@ -111,7 +111,7 @@ def largest(logits: Tensor, top_k: int) -> Tensor:
 @cache
 def finder() -> Callable[..., int] | None:
     """The compiled search for the largest logits; None if it does not compile or disagrees with PyTorch."""
-    library = load(SOURCE) if kernel() else None
+    library = load_library(SOURCE) if kernel() else None
     return None if library is None else function(library, "tomoe_largest", [POINTER, INT64, INT32, INT32, POINTER])
 
 
@@ -121,7 +121,7 @@ Multiplier = Callable[[Tensor, Tensor, Tensor | None, Algorithm], Tensor]
 @cache
 def multiplier() -> Multiplier | None:
     """The compiled product of x [T, D] and weight [N, D], plus bias [N]; None where `finder` is."""
-    library = load(SOURCE) if kernel() else None
+    library = load_library(SOURCE) if kernel() else None
     if library is None:
         return None
     multiply = _typed(library)

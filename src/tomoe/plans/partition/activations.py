@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Linear, Mlp
+from tomoe.model.mlp import Mlp, WeightMatrix
 from tomoe.model.running import run_model
 from tomoe.model.structure import layer_parts
 from tomoe.progress import StageCallback, no_stage_progress
@@ -123,7 +123,7 @@ def _mlp_hooks(
         residual = real_tokens(input_of(args, kwargs), valid).float()
         activations["weight"] = 1 / residual.square().sum(-1).clamp_min(1e-6)
 
-    def record_input(module: nn.Module | Linear, name: str) -> RemovableHandle:
+    def record_input(module: nn.Module | WeightMatrix, name: str) -> RemovableHandle:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             activations[name] = real_tokens(input_of(args, kwargs), valid)
 

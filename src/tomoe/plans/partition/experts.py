@@ -59,7 +59,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Experts:
-    """A method's groups of the F neurons of a layer."""
+    """The groups that a method makes of the F neurons of a layer."""
 
     expert_of_neuron: Int[Tensor, " F"]
     """The expert of each neuron, from 0, or SHARED (-1): `Room` says how many neurons each has."""
@@ -167,7 +167,7 @@ def plan_fine(
 ) -> Plan:
     """Plan the experts that `make` gives each layer, with the fraction `active` of the decoder parameters.
 
-    `text` are calibration tokens and the mask of real ones. Raises UserError if whole experts cannot meet the budget within
+    `text` are calibration tokens and the mask of real ones. Raises UserError if no number of experts meets the budget within
     `tolerance` (absolute, a fraction of the decoder parameters).
     """
 

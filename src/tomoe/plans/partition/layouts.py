@@ -176,9 +176,9 @@ def _search(
     """Collect what a layout must meet. Pruned attention, where layers may differ, absorbs the remainder of integer experts."""
     choices, dims = attention_units(shape, attention, active)
     qk_dims = round(shape.head_dim * choices / max(1, shape.num_qk_choices))
-    whole = shape.other_params + shape.num_layers * attention_params(shape, qk_dims, dims)
-    whole += value_router_params(shape, experts, attention, dims)
-    left = active * decoder_params(shape) - whole - dense_layers * mlp_params(shape, shape.mlp_size)
+    total = shape.other_params + shape.num_layers * attention_params(shape, qk_dims, dims)
+    total += value_router_params(shape, experts, attention, dims)
+    left = active * decoder_params(shape) - total - dense_layers * mlp_params(shape, shape.mlp_size)
     neuron = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
     exact = rules.uniform or attention.pruning == "off"
     slack = tolerance_of(rules) * decoder_params(shape) / neuron if exact else math.inf
@@ -364,11 +364,11 @@ def least_active(shape: ModelShape, recipe: Recipe) -> float:
     experts, attention = recipe.experts, recipe.attention
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
     dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
-    whole = shape.num_layers * attention_params(shape, *dims) + shape.other_params
+    total = shape.num_layers * attention_params(shape, *dims) + shape.other_params
     if recipe.counts_routers:
-        whole += value_router_params(shape, experts, attention, dims[1])
+        total += value_router_params(shape, experts, attention, dims[1])
     mlps = min(mlp + recipe.counts_routers * router for mlp, router in _least_mlps(shape, recipe))
-    return float(whole + shape.num_layers * mlps) / decoder_params(shape)
+    return float(total + shape.num_layers * mlps) / decoder_params(shape)
 
 
 def _least_mlps(shape: ModelShape, recipe: Recipe) -> Iterator[tuple[int, int]]:

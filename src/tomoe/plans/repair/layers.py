@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.model.layerwise import held
-from tomoe.model.mlp import Linear
+from tomoe.model.mlp import WeightMatrix
 from tomoe.plans.masking import LayerMasks
 from tomoe.plans.repair.equations import FewTokens, NormalEquations, Refit, keeps_tokens, refit
 from tomoe.plans.repair.streams import Streams
@@ -75,7 +75,7 @@ class _Repairing:
     def __init__(self, streams: Streams, settings: RepairSettings):
         self.streams, self.settings, self.share = streams, settings, STREAM_SHARE[settings.target]
 
-    def _fit(self, part: Linear, size: int, take: Callable[[slice, Equations], None]) -> Refit:
+    def _fit(self, part: WeightMatrix, size: int, take: Callable[[slice, Equations], None]) -> Refit:
         """Refit one projection; `take` adds a chunk of tokens to the equations."""
         sums = self._equations(size)
         for chunk in self.streams.chunks:
@@ -120,7 +120,7 @@ class _Repairing:
         share = self.share if gain else 0.0
         if sums is not None:
             out_tD = real(ours["out"]).float()
-            lost_bSD = F.linear(ours["whole h"] - ours["h"], streams.parts[i].mlp.down.weight)
+            lost_bSD = F.linear(ours["dense h"] - ours["h"], streams.parts[i].mlp.down.weight)
             gap_tD = (1 - share) * real(lost_bSD).float()
             if share and theirs is not None:
                 gap_tD += share / cast(float, gain) * (real(theirs).float() - out_tD)

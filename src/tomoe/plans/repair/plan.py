@@ -1,6 +1,6 @@
 """Plan -> Plan: refit the down projections (and, if V/O dims are pruned, the output projections) to the plan's masks.
 
-Refitted layers are kept on disk until the plan is written, so that a repair that was killed resumes after the last whole one.
+Refitted layers are kept on disk until the plan is written, so that a repair that was killed resumes after the last complete one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def repair_plan(
     that out, the plan itself.
 
     `model` holds the dense weights that the plan is for, `ids` the calibration sequences; `mask` is False on padding.
-    `stored` is the dtype of whole matrices in the plan (default: the model's). Earlier refits of the plan are replaced. Under
+    `stored` is the dtype of full matrices in the plan (default: the model's). Earlier refits of the plan are replaced. Under
     torchrun every rank must take part; all get the same plan. Hidden states that do not fit in memory go to a file in
     `folder`. Its subfolder `repair` keeps finished layers, with which a repair that was killed resumes; the caller deletes it
     (`forget_repair`) once the plan is written. Raises UserError if activations are not finite.

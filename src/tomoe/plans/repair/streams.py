@@ -101,7 +101,7 @@ class Streams:
 
         with ExitStack() as stack:
             if parts is not None:
-                stack.callback(parts.mlp.down.register_forward_pre_hook(took("whole h")).remove)
+                stack.callback(parts.mlp.down.register_forward_pre_hook(took("dense h")).remove)
                 if masked_too:
                     stack.enter_context(hooked(mask_hooks(parts, self.masks[i])))
                 if output is not None:
