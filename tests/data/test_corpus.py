@@ -349,7 +349,7 @@ def test_a_corpus_that_is_not_what_was_written(tmp_path: Path, tokenizer: PreTra
     raw = path.read_bytes()
     foreign = safetensors.torch.save({"weight": torch.zeros(2)})
     for content, words in (
-        (raw[:-9], "whole file"),
+        (raw[:-9], "complete file"),
         (foreign, "no tokens prepared"),
         (raw[:-1] + bytes([raw[-1] ^ 1]), "were altered"),
     ):

@@ -1,1 +1,1 @@
-"""Tells whether a conversion fits into the memory of this machine."""
+"""Tells whether a conversion fits into the memory and onto the disk of this machine."""
