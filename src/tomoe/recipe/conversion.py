@@ -38,7 +38,7 @@ class ExpertsSection(Section):
     """`fine`: a token uses a shared part and several of many small experts; `overlapping` (the paper's): one of a few experts
     that share neurons. A random start and the target mixtral imply `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
-    """Experts per MLP (N). Overlapping: 8. Fine-grained: 0 chooses 256, 128 or 64, at most a sixth of a layer's neurons; for gpu
+    """Experts per MLP (N). Overlapping: 8. Fine-grained: 0 chooses 256, 128 or 64, at most 1/18 of a layer's neurons; for gpu
     a power of two from 16 to 256; for a stock target up to 64, at most 30 of them per token; for gguf up to 64 of a width
     divisible by 32."""
     expert_size: int = Field(default=0, ge=0)

@@ -45,7 +45,7 @@ MORE_SHARED = {"shared": 0.4}
         ("hf", SMOLLM2, 0.625, {"expert_size": 16} | SIXTY_FOUR, FineLayout(64, 16, 512, 15)),
         ("hf", SMOLLM2, 0.3, {"expert_size": 24} | SIXTY_FOUR, FineLayout(64, 24, 0, 3)),
         # the roundest sizes that a budget allows
-        ("hf", SMOLLM2, 0.4, {}, FineLayout(128, 11, 128, 12)),
+        ("hf", SMOLLM2, 0.4, {"num_experts": 128}, FineLayout(128, 11, 128, 12)),
         ("hf", SMOLLM2, 0.5, SIXTY_FOUR, FineLayout(64, 20, 256, 12)),
         ("hf", LLAMA2_7B, 0.6, SIXTY_FOUR, FineLayout(64, 160, 768, 23)),
         ("hf", LLAMA2_7B, 0.7, {}, FineLayout(256, 32, 2816, 99)),
@@ -133,8 +133,9 @@ def test_a_gpu_gets_few_wide_experts_or_a_refusal(
 @pytest.mark.parametrize(
     ("shape", "changes", "number"),
     [
-        (SMOLLM2, [], 256),
-        (replace(SMOLLM2, mlp_size=1408), [], 128),
+        (SMOLLM2, [], 64),
+        (replace(SMOLLM2, mlp_size=2432), [], 128),
+        (QWEN_05B, [], 256),
         (LLAMA2_7B, [], 256),
         (SMOLLM2, ["experts.num_experts=96"], 96),
         # of 20 neurons 128 experts would be more than there are

@@ -25,11 +25,11 @@ from tomoe.recipe.target_rules import (
 )
 
 FINE_EXPERTS = (256, 128, 64)
-"""Numbers of fine-grained experts unless the recipe gives one: more are better (docs/lab/log.md), but a router costs a token as
-much as a third of a gated neuron for each, which counts. Any model and any stock format takes the last number."""
+"""Numbers of fine-grained experts unless the recipe gives one: more are better as long as routers cost little (docs/lab/log.md):
+each expert costs a token as much as a third of a gated neuron. Any model and any stock format takes the last number."""
 GPU_NUMBERS = (256, 128, 64, 32, 16)  # the same for a GPU, whose kernels want a power of two
-NEURONS_PER_EXPERT = 6
-"""Neurons of a layer that there must be for each of the larger numbers: the router then costs at most 1/18 of the dense MLP."""
+NEURONS_PER_EXPERT = 18
+"""Neurons of a layer that there must be for each of the larger numbers: the router then costs at most 1/54 of the dense MLP."""
 FEWER_EXPERTS = 0.25
 """Share of the fine-grained experts that a stock format may do without, to be held without zeros and to meet the budget."""
 SHARED_SLACK = 0.25
