@@ -136,16 +136,17 @@ def test_the_command_measures_it_on_the_text_of_the_conversion(tomoe: CommandLin
         tmp_path / "moe",
     )
 
-    def exported(name: str) -> tuple[bytes, set[str]]:
+    def exported(name: str, *more: str) -> tuple[bytes, set[str]]:
         # random numbers are too sensitive for the comparison, with or without importance
         command = ("export", tmp_path / "moe", "--format", "gguf", "-o", tmp_path / name, "--weights", "q6_k")
-        done = tomoe(*command, "--tokens", "64", "--unverified")
+        done = tomoe(*command, "--tokens", "64", "--unverified", *more)
         assert done.code == 0, done.err
         reader = GGUFReader(tmp_path / name / "model-q6_k.gguf")
         return next(t.data.tobytes() for t in reader.tensors if t.name == "blk.0.attn_q.weight"), {*reader.fields}
 
     weighted, fields = exported("weighted")
     assert "quantize.imatrix.entries_count" in fields
+    assert exported("by-layer", "--offload")[0] == weighted
     (tmp_path / "moe" / "run" / "corpus.safetensors").unlink()
     plain, fields = exported("plain")
     assert "quantize.imatrix.entries_count" not in fields
