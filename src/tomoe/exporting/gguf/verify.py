@@ -88,8 +88,9 @@ class Comparison:
         return None
 
     def written(self, llama: LlamaCpp) -> dict[str, str] | None:
-        """Return what both generate after one prompt; None if the context is too short."""
-        if len(self.tokenizer(PROMPT).input_ids) + WRITTEN >= self.context_length:
+        """Return what both generate after one prompt; None if the context is too short, or if each token would read all layers
+        from disk again."""
+        if self.check.offload or len(self.tokenizer(PROMPT).input_ids) + WRITTEN >= self.context_length:
             return None
         converted = generate(self.moe, self.tokenizer, PROMPT, WRITTEN)
         return {"prompt": PROMPT, "converted": converted, "llama.cpp": llama.write(PROMPT, WRITTEN)}
