@@ -179,6 +179,8 @@ def test_a_conversion_for_a_target_is_measured_and_exported_layer_by_layer(
         found.append((proof, rows, weights(out)))
     (proof, rows, files), (by_layer, by_layer_rows, by_layer_files) = found
     assert proof["same"] is True
+    # to generate a sample, every token would read all layers again
+    proof.pop("written", None)
     assert by_layer == proof
     assert by_layer_rows == [row | {"model": new["model"]} for row, new in zip(rows, by_layer_rows, strict=True)]
     assert rows[1]["kl"] > 0
