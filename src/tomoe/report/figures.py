@@ -169,8 +169,11 @@ def methods_figure(points: Sequence[MethodPoint]) -> CaptionedFigure:
                 style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "-" if repaired else ":"}
                 axes.plot(*zip(*line, strict=True), **style, label=method + (", repaired" if repaired else ""))
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.set_ylabel("KL from the dense model, nats")
-    axes.set_xlabel("decoder parameters that a token uses, routers included")
+    axes.set_xlabel("active parameters, routers included")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     figure.legend(loc="outside upper left", ncols=2)
     numbers = ", ".join(f"{p.method}{' repaired' * p.repaired} {p.kl:.3g} at {p.share:.0%}" for p in points)
