@@ -251,6 +251,12 @@ def failed_checksums(folder: Path) -> tuple[int, list[str]]:
     return len(lines), failed
 
 
+def free_on_disk(path: Path) -> int:
+    """Return the free bytes of the disk on which `path` is, or would be created."""
+    place = path.resolve()
+    return shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
+
+
 def format_bytes(size: float) -> str:
     """Format as `1.38 GB`, `269 MB` or `12 kB`, in powers of ten."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tomoe.errors import Advice, UserError
-from tomoe.files import format_bytes
+from tomoe.files import format_bytes, free_on_disk
 from tomoe.folders import holds
 from tomoe.locks import LOCK_FILE
 from tomoe.progress import StageCallback
@@ -32,8 +31,7 @@ def check_place(out: Path, source: Path, needed: int, force: bool) -> None:
             raise UserError(f"{out} is not empty and holds no export; choose another folder")
         if not force:
             raise UserError(f"{out} already holds an export", "choose another folder", Advice("force", "to replace it"))
-    existing = next(p for p in (place, *place.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_on_disk(place)
     if needed * OVERHEAD > free:
         raise UserError(
             f"the export takes {format_bytes(needed)}, but the disk of {out} has only {format_bytes(free)} left; free some, or "

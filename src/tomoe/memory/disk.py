@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 
 from tomoe.errors import UserError
-from tomoe.files import format_bytes
+from tomoe.files import format_bytes, free_on_disk
 from tomoe.memory.estimate import sizes_of
 from tomoe.methods.registry import resolve_method
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_config
+from tomoe.plans.repair.plan import repair_bytes
 from tomoe.recipe.conversion import Recipe
 
 
@@ -21,19 +21,18 @@ def needed_bytes(recipe: Recipe, copies: int) -> int:
     plan, and for those that the repair keeps in float32 until the model is written."""
     method, recipe = resolve_method(recipe)
     sizes = sizes_of(load_config(recipe.model), recipe)
-    refitted = 0
-    if method.kind != "inputs" and recipe.repair.mode != "none":
-        refitted = sizes.shape.num_layers * sizes.shape.mlp_size * sizes.shape.hidden_size
-    stored = BaseWeights.of(recipe).dtype.itemsize
-    return copies * sizes.total * stored + refitted * (stored + torch.float32.itemsize)
+    itemsize = BaseWeights.of(recipe).dtype.itemsize
+    refits = 0
+    if method.kind != "inputs":
+        refits = sum(repair_bytes(sizes.shape, recipe.repair, size) for size in (itemsize, torch.float32.itemsize))
+    return copies * sizes.total * itemsize + refits
 
 
 def check_disk(recipe: Recipe, out: Path, copies: int) -> None:
     """Raises UserError if the disk of `out` has no room for what a conversion writes there."""
     if not recipe.model:
         return  # loading it reports that
-    place = out.resolve()
-    free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
+    free = free_on_disk(out)
     needed = needed_bytes(recipe, copies)
     if needed > free:
         export = ", its export" if copies > 1 else ""
