@@ -49,8 +49,9 @@ class FastReader(GGUFReader):
         end = orig_offs + kind.nbytes + count.nbytes
         if types[1] == GGUFValueType.STRING:
             plain: Any = np.asarray(self.data)
+            view = memoryview(plain)  # three times as fast to unpack from
             for _ in range(int(count[0])):
-                (length,) = _LENGTH.unpack_from(plain, end)
+                (length,) = _LENGTH.unpack_from(view, end)
                 if self.vocabulary:
                     parts += [plain[end : end + 8], plain[end + 8 : end + 8 + length]]
                 end += 8 + length
@@ -178,11 +179,18 @@ class LazyTensor:
         return gguf.dequantize(raw[None], self.stored.tensor_type).reshape(count, self.stored_shape[-1])
 
 
+def _keep_freed_memory() -> None:
+    """Make glibc's malloc reuse freed arrays of up to 32 MB: it returns pages until an array of that size was freed once, and fetching
+    new pages for each piece took half of the time of reading a file."""
+    np.empty(2**25 - 2**16, np.uint8)
+
+
 def lazy_tensors(
     path: Path, stored: Mapping[str, ReaderTensor], architecture: str, model: PreTrainedModel, dtype: torch.dtype
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a file by their names in a model without weights: in `dtype`, or float32 where the model keeps that.
     Those that the model does not have are left out."""
+    _keep_freed_memory()
     with reading_by(HeaderReader):
         config = load_gguf_checkpoint(str(path))["config"]
     processor = processor_of(architecture, config)
