@@ -180,7 +180,7 @@ class LazyTensor:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc's malloc reuse freed arrays of up to 32 MB: it returns pages until an array of that size was freed once, and fetching
+    """Make glibc's malloc reuse freed arrays of up to 32 MB: it returns their pages until one of that size was freed once, and
     new pages for each piece took half of the time of reading a file."""
     np.empty(2**25 - 2**16, np.uint8)
 

@@ -50,6 +50,15 @@ def convert_dense(
     on_progress: ProgressCallback = no_progress,
 ) -> tuple[AnyPlan, PreTrainedModel | None]:
     """Run the steps of `convert`. Returns the plan, and the dense model if the run has its original weights in memory."""
+    dense = _write_converted(recipe, out, resume, force, on_progress)
+    # read when the plan that was written is gone: its refitted projections are GBs
+    return read_plan(out), dense
+
+
+def _write_converted(
+    recipe: Recipe, out: Path, resume: bool, force: bool, on_progress: ProgressCallback
+) -> PreTrainedModel | None:
+    """Write the converted folder. Returns the dense model if the run has its original weights in memory."""
     method, recipe = resolve_method(recipe)
     run, base, watch = RunFolder(out / "run"), BaseWeights.of(recipe), Stopwatch()
     refuse_overwriting(out, force, recipe.model, resume)
@@ -82,4 +91,4 @@ def convert_dense(
 
     # all processes have the same plan; one of them writes
     distributed.on_rank_zero(finish)
-    return read_plan(out), model if base.is_original else None
+    return model if base.is_original else None

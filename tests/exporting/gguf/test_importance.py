@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, pico_recipe, write_pico, write_text
 from pico_tokenizer import TOKENIZER
+from tomoe.exporting.gguf import llama_cpp
 from tomoe.exporting.gguf.importance import measured
 from tomoe.exporting.gguf.llama_cpp import quantize
 from tomoe.exporting.gguf.target import entries
@@ -122,6 +123,21 @@ def test_important_columns_are_rounded_less(kind: str) -> None:
     # each matrix has its own
     turned = quantize(numbers[::-1].copy(), which, importance[::-1].copy())
     assert np.array_equal(turned[::-1], quantize(numbers, which, importance))
+
+
+def test_rows_quantized_in_pieces_by_threads_are_those_quantized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (pip install xllamacpp)")
+    random = np.random.default_rng(0)
+    numbers = random.standard_normal((3, 7, 512)).astype(np.float32)
+    importance = random.uniform(0.1, 1, (3, 512)).astype(np.float32)
+    whole = quantize(numbers, GGMLQuantizationType.Q4_K, importance)
+    monkeypatch.setattr(llama_cpp, "_PIECE", 2 * 512)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert np.array_equal(quantize(numbers, GGMLQuantizationType.Q4_K, importance), whole)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_command_measures_it_on_the_text_of_the_conversion(tomoe: CommandLine, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from tomoe.errors import UserError
+
+_PIECE = 2**18  # numbers that a thread quantizes at a time
 
 
 def binding() -> Any:
@@ -38,7 +42,7 @@ def quantize(
     importance: Float[np.ndarray, "*matrices n"] | None = None,
 ) -> Shaped[np.ndarray, "*rows bytes"]:
     """Quantize float32 rows to a type of llama.cpp; K-quants, and matrices with the (positive) importance of their columns, by
-    llama.cpp's own code."""
+    llama.cpp's own code, in as many threads as PyTorch has. The bytes do not depend on their number."""
     if importance is None and not kind.name.endswith("_K"):
         return quants.quantize(x, kind)
     library = ctypes.CDLL(binding().xllamacpp.__file__)
@@ -47,9 +51,16 @@ def quantize(
     out = np.empty(quants.quant_shape_to_byte_shape(x.shape, kind), np.uint8)
     matrices, stored = x.reshape(-1, *x.shape[-2:]), out.reshape(-1, *out.shape[-2:])
     columns = None if importance is None else np.ascontiguousarray(importance, np.float32).reshape(len(matrices), -1)
-    for i, (matrix, into) in enumerate(zip(matrices, stored, strict=True)):
+    step = max(1, _PIECE // x.shape[-1])
+
+    def piece(i: int, first: int) -> None:
+        rows, into = matrices[i, first : first + step], stored[i, first : first + step]
         weights = None if columns is None else columns[i].ctypes.data
-        library.ggml_quantize_chunk(int(kind), matrix.ctypes.data, into.ctypes.data, 0, *matrix.shape, weights)
+        library.ggml_quantize_chunk(int(kind), rows.ctypes.data, into.ctypes.data, 0, *rows.shape, weights)
+
+    # ctypes gives up the interpreter's lock while the library works
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        [*pool.map(lambda at: piece(*at), product(range(len(matrices)), range(0, matrices.shape[1], step)))]
     return out
 
 
