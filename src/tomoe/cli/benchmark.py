@@ -110,13 +110,20 @@ def _time_layouts(
     """Time layouts of experts in llama.cpp, with Q8_0 and Q4_K_M weights."""
     from tomoe.evaluation import tables
     from tomoe.exporting.gguf import layout_speed
+    from tomoe.memory.estimate import available_memory
 
     if len(prompts) != 1:
         raise UserError(f"--engine llama.cpp takes one --prompt, not {len(prompts)}")
     with Screen() as screen:
         progress = stage_callback(screen.on_progress, "benchmark")
         rows = layout_speed.time_layouts(
-            model, actives, prompt=prompts[0], rounds=rounds, threads=threads, on_progress=progress
+            model,
+            actives,
+            prompt=prompts[0],
+            rounds=rounds,
+            threads=threads,
+            memory=available_memory("cpu").memory,
+            on_progress=progress,
         )
     output().print(tables.rich_table(*layout_speed.table(rows), f"{LAYOUTS}."))
     for precision in dict.fromkeys(row.candidate.precision for row in rows):

@@ -11,10 +11,11 @@ import pytest
 from transformers import Qwen2Config, Qwen3Config
 
 from pico_files import CommandLine, refused
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 from tomoe.exporting.gguf import layout_speed
 from tomoe.exporting.gguf.layout_speed import TOKENS, best, table, time_layouts, to_json
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp
+from tomoe.model.loading import load_config
 
 SIZES = dict(
     hidden_size=256, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
@@ -108,3 +109,27 @@ def test_what_is_missing_is_said(config_alone: str, tomoe: CommandLine, monkeypa
     refused(tomoe("benchmark", config_alone), "name the converted model")
     with pytest.raises(UserError, match="can be cut to"):
         time_layouts(config_alone, [0.01], open_file=by_bytes)
+
+
+def test_as_many_layers_are_timed_as_fit_into_memory(config_alone: str) -> None:
+    config = load_config(config_alone)
+    one = sum(candidate.file_bytes for candidate, _ in layout_speed.candidates(config, [0.7], "q8_0", 1))
+
+    def timed(layers_free: float) -> int:
+        memory = int(layers_free * one / layout_speed._MEMORY_SHARE) + 1
+        written: list[int] = []
+
+        def opened(path: Path, context: int, threads: int) -> Callable[[int], tuple[float, float]]:
+            (count,) = [f.contents() for f in gguf.GGUFReader(path).fields.values() if f.name.endswith(".block_count")]
+            written.append(count)
+            return lambda prompt: (1.0, 1.0)
+
+        time_layouts(config_alone, [0.7], ["q8_0"], layers=2, rounds=1, memory=memory, open_file=opened)
+        assert len({*written}) == 1
+        return written[0]
+
+    assert timed(2) == 2
+    with pytest.warns(Note, match="1 of 2 layers"):
+        assert timed(1.9) == 1
+    with pytest.raises(UserError, match="name fewer fractions"):
+        timed(0.9)

@@ -11,6 +11,7 @@ import math
 import shlex
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -25,13 +26,14 @@ from gguf import GGUFWriter
 from jaxtyping import Shaped
 from transformers import PreTrainedConfig
 
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 from tomoe.exporting.gguf.experts import MERGED
 from tomoe.exporting.gguf.file import TensorEntry, Weights, make_entry, write_tensors
 from tomoe.exporting.gguf.llama_cpp import check_quantizer, quantize
 from tomoe.exporting.gguf.target import arch_of, write_keys
 from tomoe.exporting.stock.architecture import StockLayout, empty_stock
 from tomoe.exporting.target import Precision
+from tomoe.files import format_bytes
 from tomoe.model.loading import load_config
 from tomoe.model.shape import ModelShape, text_config
 from tomoe.model.structure import shape_of
@@ -48,6 +50,7 @@ NUMBERS = (0, 16, 32, 64)
 TOKENS = 6  # that a run writes after its prompt
 _VOCABULARY = 4096  # of the files, so that layers are what is timed
 _TILE = 64  # rows of random numbers, which repeat: what is read and computed depends on no value
+_MEMORY_SHARE = 0.8  # of what is free, for the files
 _NEED = "timing llama.cpp needs it compiled for this processor: pip install llama-cpp-python"
 
 
@@ -60,6 +63,7 @@ class Candidate:
     layout: FineLayout | None
     bytes: float  # of weights that a token reads in the timed layers
     full_bytes: float  # the same of all layers and of the output matrix
+    file_bytes: int  # of the timed layers
     target: str  # of a conversion to such a file
 
     @property
@@ -193,7 +197,8 @@ def _candidate(
         rng = np.random.default_rng(0)
         write_tensors(writer, path, tensors, no_stage_progress, lambda entry: _random(entry, rng))
 
-    return Candidate(precision, active, converted, nbytes, read[1][3], few.target), write
+    file_bytes = sum(entry.nbytes for entry in tensors)
+    return Candidate(precision, active, converted, nbytes, read[1][3], file_bytes, few.target), write
 
 
 def _random(entry: TensorEntry, rng: np.random.Generator) -> Shaped[np.ndarray, ...]:
@@ -223,6 +228,23 @@ def check_engine(precisions: Sequence[Precision]) -> None:
         check_quantizer(precision)
 
 
+def fitting_layers(
+    config: PreTrainedConfig, actives: Sequence[float], precision: Precision, layers: int, memory: int
+) -> int:
+    """Return how many layers, at most `layers`, the files of all candidates can have if they share so many bytes of free memory.
+    Raises UserError if not even one fits."""
+    free = int(_MEMORY_SHARE * memory)
+    needed = sum(candidate.file_bytes for candidate, _ in candidates(config, actives, precision, 1))
+    if needed > free:
+        raise UserError(
+            f"one layer in all layouts takes {format_bytes(needed)}, and {format_bytes(free)} of memory can be used; name fewer "
+            "fractions"
+        )
+    if (fitting := free // needed) < layers:
+        warnings.warn(f"memory is short: the files have {fitting} of {layers} layers", Note, stacklevel=2)
+    return min(fitting, layers)
+
+
 def time_layouts(
     model: str,
     actives: Sequence[float],
@@ -232,16 +254,20 @@ def time_layouts(
     prompt: int = 256,
     rounds: int = 5,
     threads: int = 1,
+    memory: int | None = None,
     on_progress: StageCallback = no_stage_progress,
     open_file: Callable[[Path, int, int], Callable[[int], tuple[float, float]]] | None = None,
 ) -> list[Timed]:
     """Time `layers` layers of a model's shape, dense and converted, in llama.cpp: a prompt, then TOKENS tokens, file by file in
     turn. model: a folder, hub id or .gguf file, of which only the config is read. threads: with 1, CPU time counts, else wall
-    time. open_file: runs a file instead of llama.cpp. Raises UserError as `candidates`, and if llama.cpp is missing."""
+    time. memory: free bytes; fewer layers are timed, with a Note, if all files do not fit into them. open_file: runs a file
+    instead of llama.cpp. Raises UserError as `candidates`, if llama.cpp is missing, and if not even one layer fits."""
     if open_file is None:
         check_engine(precisions)
     config = load_config(model)
     layers = min(layers, text_config(config).num_hidden_layers)
+    if memory is not None:
+        layers = min(fitting_layers(config, actives, precision, layers, memory) for precision in precisions)
     found: list[Timed] = []
     for number, precision in enumerate(precisions):
         with TemporaryDirectory(prefix="tomoe-layouts-") as folder:
