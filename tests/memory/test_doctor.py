@@ -113,13 +113,16 @@ def test_the_bound_that_is_named_is_one_that_works(tomoe: CommandLine, deep: Pat
     assert "can be cut to" not in tomoe("doctor", deep, "--active", named).err
 
 
-def test_the_doctor_says_which_work_fits(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = doctor.examine(Recipe.load(None, [f"model={deep}", "active=0.6"])).works
+@pytest.mark.parametrize("method", ["carve", "inputs"])
+def test_the_doctor_says_which_work_fits(
+    tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    needed = doctor.examine(Recipe.load(None, [f"model={deep}", "active=0.6", f"method.name={method}"])).works
     assert list(needed)[:2] == ["conversion", "the paper's training"]
     eight_bit, full = (size for name, size in needed.items() if name.startswith("full"))
     assert 0 < eight_bit < full
     monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(eight_bit, 0))
-    said = " ".join(tomoe("doctor", deep, "--active", "0.6").out.split())
+    said = " ".join(tomoe("doctor", deep, "--active", "0.6", "--method", method).out.split())
     fits, _, left = said.partition("Does not fit: ")
     assert "full fine-tuning with train.optimizer=adamw8bit" in fits.partition("Fits into what is free: ")[2]
     assert "full fine-tuning " in left

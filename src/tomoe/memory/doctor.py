@@ -107,8 +107,6 @@ def _works(sizes: ParamCounts, recipe: Recipe, least: Sequence[MemoryEstimate], 
         found["the paper's training"] = least_memory(sizes, *resolve_method(paper))[0].total
     except UserError:
         pass  # its layout does not fit this model or budget
-    if not num_experts:
-        return found
     tuned = FinetuneRecipe()
     itemsize = BaseWeights.of(recipe).compute.itemsize
     full = Tuning(sizes.shape, sizes.total - sizes.decoder_params, sizes.output, num_experts, itemsize)
