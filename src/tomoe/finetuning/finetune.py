@@ -45,9 +45,10 @@ from tomoe.training.run_folder import EARLIER, RunFolder
 from tomoe.training.tuning_memory import Tuning
 from tomoe.version import __version__
 
-# Tokens of held-out text that a check reads: at most so many, and so small a share of what the run reads.
-MOST_CHECKED, CHECKED_SHARE = 4096, 50
-CHECKS = 10  # how often a run is checked, besides its start
+# Tokens of held-out text that a check reads: at most so many, and so small a share of what the run reads. Of 512 tokens the KL is
+# known to 0.014 only where tokens choose inputs: weights that differ by a millionth choose others.
+MOST_CHECKED, CHECKED_SHARE = 4096, 10
+CHECKS = 5  # how often a run is checked, besides its start
 
 NAME_DENSE = Advice("dense", "to name the dense model", "MODEL")
 
