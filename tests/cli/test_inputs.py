@@ -72,7 +72,7 @@ def test_apply_makes_the_same_folder(tomoe: CommandLine, converted_inputs: Path,
 @pytest.mark.usefixtures("one_thread", "always_better", "as_shipped")
 def test_it_is_fine_tuned_like_any_other(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
     """Stopped and resumed it ends in the same bytes; it is run at other fractions, measured and tuned again."""
-    given = [*(f"--set={key}" for key in TUNED), "--set=train.learning_rate=1e-3", "--data"]
+    given = [*(f"--set={key}" for key in TUNED), "--data"]
 
     def tune(folder: Path, out: str, text: str = "text.txt", *more: str) -> Outcome:
         return tomoe("finetune", folder, *given, converted_inputs / text, "--steps", "4", "-o", tmp_path / out, *more)
@@ -81,6 +81,7 @@ def test_it_is_fine_tuned_like_any_other(tomoe: CommandLine, converted_inputs: P
     outcome = tune(moe, "whole")
     assert outcome.code == 0, outcome.err
     assert "balance" not in outcome.err
+    assert "train.learning_rate = 0: 0.001, for a KL of 1 on held-out text" in outcome.err
     with pytest.MonkeyPatch.context() as only_here:
         die_at(3, lambda: signal.raise_signal(signal.SIGTERM), only_here)
         assert tune(moe, "cut").code == 128 + signal.SIGTERM
@@ -90,7 +91,7 @@ def test_it_is_fine_tuned_like_any_other(tomoe: CommandLine, converted_inputs: P
         assert (tmp_path / "cut" / name).read_bytes() == (whole / name).read_bytes(), name
     assert [row.name for row in read_rows(whole)] == ["dense", "moe", "whole"]
     assert read_plan(moe) == replace(plan, source=read_plan(moe).source, notes=read_plan(moe).notes)
-    assert "kept_step" in plan.notes[FINETUNED]
+    assert (plan.notes[FINETUNED]["learning_rate"], "kept_step" in plan.notes[FINETUNED]) == (1e-3, True)
     assert "routers" not in plan.notes[FINETUNED]
     card = (whole / "README.md").read_text("utf-8")
     assert "fine-tuned after the conversion" in card

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tomoe.errors import UserError
-from tomoe.finetuning.finetune import require_improvement_
+from tomoe.errors import Note, UserError
+from tomoe.finetuning.finetune import peak_rate, require_improvement_
+from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import BestWeights
 from tomoe.training.run_folder import RunFolder
 
@@ -29,7 +30,7 @@ def test_what_is_never_better_than_the_start_is_refused(tmp_path: Path, later: f
     _, best = checked(tmp_path, [3.0] + [later] * 10)
     assert not best.improved
     with pytest.raises(UserError, match=r"did not make the model better .*3\.000 before.*smaller train\.learning_rate"):
-        require_improvement_(best)
+        require_improvement_(best, 1e-3)
 
 
 def test_what_a_checkpoint_keeps_is_taken_up(tmp_path: Path) -> None:
@@ -48,3 +49,12 @@ def test_best_weights_that_are_gone_are_one_sentence(tmp_path: Path) -> None:
     best.run.best.write_bytes(b"no weights")
     with pytest.raises(UserError, match="cannot be read"):
         best.restore_best_()
+
+
+def test_the_rate_follows_what_there_is_to_recover() -> None:
+    recipe = FinetuneRecipe()
+    for start, rate in ((0.05, 5e-5), (0.4, 4e-4), (3.0, 1e-3)):
+        with pytest.warns(Note, match=f"{rate:.2g}, for a KL of {start:.3g}"):
+            assert peak_rate(recipe, start) == pytest.approx(rate)
+    assert peak_rate(recipe.changed(["train.learning_rate=0.2"]), 0.05) == 0.2
+    assert peak_rate(recipe.changed(["loss.objective=lm"]), 3.0) == 5e-4

@@ -60,12 +60,12 @@ def train(model: PreTrainedModel, folder: Path, *changes: str) -> tuple[MaskNetw
 
 
 def test_learning_rate_follows_its_schedule() -> None:
-    cosine = small_recipe("train.steps=100", "train.learning_rate=1.0", "train.warmup_steps=10").train
-    assert learning_rate(cosine, 0) == pytest.approx(0.1)
-    assert learning_rate(cosine, 50) == pytest.approx(0.5)
-    assert learning_rate(cosine, 99) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.99)))
-    constant = small_recipe("train.steps=100", "train.learning_rate=1.0", "train.schedule=constant").train
-    assert {learning_rate(constant, step) for step in range(100)} == {1.0}
+    cosine = small_recipe("train.steps=100", "train.warmup_steps=10").train
+    assert learning_rate(cosine, 0, 1.0) == pytest.approx(0.1)
+    assert learning_rate(cosine, 50, 1.0) == pytest.approx(0.5)
+    assert learning_rate(cosine, 99, 1.0) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.99)))
+    constant = small_recipe("train.steps=100", "train.schedule=constant").train
+    assert {learning_rate(constant, step, 1.0) for step in range(100)} == {1.0}
 
 
 def test_the_budget_warms_up_from_the_whole_model() -> None:

@@ -49,6 +49,8 @@ from tomoe.version import __version__
 # known to 0.014 only where tokens choose inputs: weights that differ by a millionth choose others.
 MOST_CHECKED, CHECKED_SHARE = 4096, 10
 CHECKS = 5  # how often a run is checked, besides its start
+# Peak learning rates: for each nat of KL that there is to recover, at most, and towards a text (docs/lab/log.md).
+RATE_OF_KL, MOST_RATE, RATE_OF_TEXT = 1e-3, 1e-3, 5e-4
 
 NAME_DENSE = Advice("dense", "to name the dense model", "MODEL")
 
@@ -184,12 +186,12 @@ def finetune(
     )
     distributed.on_rank_zero(lambda: _keep_earlier_text(origin.folder / "run", run))
     watch.ended("text")
-    student, best = _train(recipe, origin, dense, corpus, run, on_progress)
+    student, best, rate = _train(recipe, origin, dense, corpus, run, on_progress)
     watch.ended("learning")
 
     def finish() -> None:
-        require_improvement_(best)
-        save(student, recipe, origin, corpus, best, tokenizer, out, force or resumed)
+        require_improvement_(best, rate)
+        save(student, recipe, origin, corpus, best, rate, tokenizer, out, force or resumed)
         watch.ended("folding")
         write_cost(run.path / "cost.json", recipe.train, student.model, corpus, watch, resumed)
 
@@ -210,7 +212,8 @@ def _train(
     corpus: Corpus,
     run: RunFolder,
     on_progress: ProgressCallback,
-) -> tuple[MoEStudent, BestWeights]:
+) -> tuple[MoEStudent, BestWeights, float]:
+    """What was trained, its checks, and the peak learning rate."""
     moe = load_moe(origin.folder, str(origin.dtype(recipe)).removeprefix("torch."), recipe.device)
     student = MoEStudent(moe, origin.plan, recipe)
     step_fn = FinetuneStep(student, recipe, None if recipe.loss.objective == "lm" else dense)
@@ -220,19 +223,33 @@ def _train(
     best = BestWeights(learned, run, train.steps, HeldOutLoss(step_fn, checked), CHECKS)
     # fused, of 106 million weights: 0.06 instead of 0.40 s a step on one core
     training = Training(
-        moe, learned, train, recipe.seed, corpus, run, step_fn, fused=True, scales=learned.scales(), best=best
-    )
+        moe, learned, train, recipe.seed, corpus, run, step_fn, fused=True, scales=learned.scales(), best=best,
+        find_peak=lambda: peak_rate(recipe, best.start),
+    )  # fmt: skip
     run_training(training, "finetune", on_progress)
-    return student, best
+    return student, best, training.peak
 
 
-def require_improvement_(best: BestWeights) -> None:
-    """Replace the last weights by the best. Raises UserError if no step was better than the start."""
+def peak_rate(recipe: FinetuneRecipe, start: float) -> float:
+    """Return the peak learning rate of the recipe; if that is 0, the one for the held-out loss before the first step, which a Note
+    tells."""
+    asked = recipe.train.learning_rate
+    if asked or recipe.loss.objective == "lm":
+        return asked or RATE_OF_TEXT
+    rate = min(MOST_RATE, RATE_OF_KL * start)
+    if distributed.rank() == 0:
+        words = f"train.learning_rate = 0: {rate:.2g}, for a KL of {start:.3g} on held-out text before the first step"
+        warnings.warn(words, Note, stacklevel=2)
+    return rate
+
+
+def require_improvement_(best: BestWeights, rate: float) -> None:
+    """Replace the last weights by the best. Raises UserError if no step was better than the start, at this peak learning rate."""
     if best.improved:
         best.restore_best_()
         return
     reason = "fine-tuning did not make the model better"
-    start_over = "start over with a smaller train.learning_rate, more steps or other text"
+    start_over = f"start over with a smaller train.learning_rate than {rate:.2g}, more steps or other text"
     atomic_write(best.run.no_model, f"{reason}; {start_over}")
     raise UserError(
         f"{reason} (loss on held-out text {best.start:.3f} before the first step, more at each of {best.checks} "
@@ -247,6 +264,7 @@ def save(
     origin: Origin,
     corpus: Corpus,
     best: BestWeights,
+    rate: float,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
     force: bool,
@@ -262,7 +280,7 @@ def save(
         "objective": recipe.loss.objective,
         "steps": t.steps,
         "tokens": t.steps * t.batch_size * t.gradient_accumulation_steps * corpus.train.input_ids.shape[1],
-        "learning_rate": t.learning_rate,
+        "learning_rate": rate,
         "seed": recipe.seed,
         "kept_step": best.step,
         "held_out_before": best.start,

@@ -33,9 +33,10 @@ class TunedTrainSection(LoopSection):
 
     steps: int = Field(default=200, ge=0)
     """Optimizer steps; 0 skips training."""
-    learning_rate: float = Field(default=5e-4, gt=0, le=MAX_LEARNING_RATE)
-    """Peak learning rate of AdamW, relative to the RMS of each matrix (adapters: absolute). The less there is to recover, the
-    smaller it should be."""
+    learning_rate: float = Field(default=0.0, ge=0, le=MAX_LEARNING_RATE)
+    """Peak learning rate of AdamW, relative to the RMS of each matrix (adapters: absolute). 0: a thousandth of the KL on held-out
+    text before the first step, at most 1e-3, because the less there is to recover, the smaller it should be (with
+    `loss.objective=lm` 5e-4)."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the learning rate rises linearly from zero."""
     batch_size: int = Field(default=1, ge=0)

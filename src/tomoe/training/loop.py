@@ -45,11 +45,11 @@ StepFn = Callable[[Any, int, int], Mapping[str, Tensor | float]]
 as numbers or as tensors without shape, which are read once a step."""
 
 
-def learning_rate(train: LoopSection, step: int) -> float:
-    """Return the learning rate of step 0, 1, ...: linear warm-up, then constant or half a cosine down to zero."""
+def learning_rate(train: LoopSection, step: int, peak: float) -> float:
+    """Return the learning rate of step 0, 1, ...: linear warm-up to `peak`, then constant or half a cosine down to zero."""
     warmup = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
     decay = 0.5 * (1 + math.cos(math.pi * step / train.steps)) if train.schedule == "cosine" else 1.0
-    return train.learning_rate * warmup * decay
+    return peak * warmup * decay
 
 
 def make_optimizer(
@@ -138,7 +138,8 @@ class BestWeights:
 @dataclass(eq=False)
 class Training:
     """One run: the trainable modules `net`, their optimizer and step count, with `model`, which runs, and `best`, if any, which
-    checks the result on held-out text; `fused` and `scales` are for `make_optimizer`."""
+    checks the result on held-out text; `fused` and `scales` are for `make_optimizer`. `find_peak` returns the peak learning rate
+    after the check before the first step; without it, the recipe's."""
 
     model: PreTrainedModel
     net: nn.Module
@@ -150,6 +151,8 @@ class Training:
     fused: bool = False
     scales: Mapping[str, float] | None = None
     best: BestWeights | None = None
+    find_peak: Callable[[], float] | None = None
+    peak: float = field(init=False)
     step: int = field(default=0, init=False)
     nonfinite_steps: int = field(default=0, init=False)
     saved: int = field(default=-1, init=False)
@@ -157,6 +160,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales)
+        self.peak = self.loop.learning_rate
 
     def resume(self) -> None:
         """Load the newest complete checkpoint, if there is one."""
@@ -185,6 +189,8 @@ class Training:
         with activation_checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
             # also of a step that was stopped before its check
             self._check()
+            if self.find_peak:
+                self.peak = self.find_peak()
             if self.step == 0:
                 self.save()
             while self.step < train.steps:
@@ -233,7 +239,7 @@ class Training:
         """Run the forward passes of a step (this process its share), then one update, unless something is not finite."""
         start = time.perf_counter()
         train = self.loop
-        rate = learning_rate(train, self.step)
+        rate = learning_rate(train, self.step, self.peak)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["scale"]
         self.optimizer.zero_grad(set_to_none=True)
