@@ -81,7 +81,6 @@ def test_it_is_fine_tuned_like_any_other(tomoe: CommandLine, converted_inputs: P
     outcome = tune(moe, "whole")
     assert outcome.code == 0, outcome.err
     assert "balance" not in outcome.err
-    assert "train.learning_rate = 0: 0.001, for a KL of 1 on held-out text" in outcome.err
     with pytest.MonkeyPatch.context() as only_here:
         die_at(3, lambda: signal.raise_signal(signal.SIGTERM), only_here)
         assert tune(moe, "cut").code == 128 + signal.SIGTERM

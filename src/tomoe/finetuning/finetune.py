@@ -231,16 +231,11 @@ def _train(
 
 
 def peak_rate(recipe: FinetuneRecipe, start: float) -> float:
-    """Return the peak learning rate of the recipe; if that is 0, the one for the held-out loss before the first step, which a Note
-    tells."""
+    """Return the peak learning rate of the recipe; if that is 0, the one for the held-out loss before the first step, in nats."""
     asked = recipe.train.learning_rate
     if asked or recipe.loss.objective == "lm":
         return asked or RATE_OF_TEXT
-    rate = min(MOST_RATE, RATE_OF_KL * start)
-    if distributed.rank() == 0:
-        words = f"train.learning_rate = 0: {rate:.2g}, for a KL of {start:.3g} on held-out text before the first step"
-        warnings.warn(words, Note, stacklevel=2)
-    return rate
+    return min(MOST_RATE, RATE_OF_KL * start)
 
 
 def require_improvement_(best: BestWeights, rate: float) -> None:
