@@ -1,9 +1,9 @@
-"""Draw layouts.svg and layouts.png: how much faster than dense llama.cpp runs layers with experts, by model size and active fraction.
+"""Draw layouts.svg and layouts.png: how much faster than dense layers with experts run in llama.cpp, by model size.
 
     python docs/images/layouts.py
 
-Reads docs/lab/engine-layouts.json, what `tomoe benchmark MODEL --engine llama.cpp --json FILE` wrote for each size. A point is the
-layout that the command advises: the fastest of those that read prompts at least as fast as the dense model, if any.
+Reads docs/lab/engine-layouts.json, what `tomoe benchmark MODEL --engine llama.cpp --json FILE` wrote for each size. A point is
+the layout that the command advises: the fastest of those that read prompts at least as fast as the dense model, if any.
 """
 
 from __future__ import annotations
