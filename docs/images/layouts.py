@@ -11,38 +11,33 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from tomoe.exporting.gguf.layout_speed import best
 from tomoe.report.style import COLORS, DASHES, INK, MARKERS, WIDTH, CaptionedFigure, save, styled
 
 HERE = Path(__file__).parent
 RATIOS = {"decoding": "token_ratios", "256-token prompt": "prompt_ratios"}
 
 
-def advised(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row that `tomoe.exporting.gguf.layout_speed.best` would return."""
-    fast = [row for row in rows if statistics.median(row["prompt_ratios"]) >= 1]
-    return max(fast or rows, key=lambda row: statistics.median(row["token_ratios"]))
-
-
-def points(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[float, dict[str, Any]]]:
+def points(runs: list[Any]) -> dict[tuple[str, str], dict[float, Any]]:
     """The row to draw, by precision and model and then by active fraction."""
-    found: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = {}
+    found: dict[tuple[str, str], dict[float, list[Any]]] = {}
     for run in runs:
-        for row in run["rows"]:
-            made = row["candidate"]
-            if made["layout"] is not None:
-                of = found.setdefault((made["precision"], run["model"]), {})
-                of.setdefault(made["active"], []).append(row)
-    return {key: {active: advised(rows) for active, rows in of.items()} for key, of in found.items()}
+        for row in run.rows:
+            if row.candidate.layout is not None:
+                of = found.setdefault((row.candidate.precision, run.model), {})
+                of.setdefault(row.candidate.active, []).append(row)
+    return {key: {active: best(rows) for active, rows in of.items()} for key, of in found.items()}
 
 
 @styled
-def figure(measured: dict[str, Any]) -> CaptionedFigure:
+def figure(measured: Any) -> CaptionedFigure:
     """Times dense over the active fraction, a line for each size; above decoding, below a prompt."""
-    shown = points(measured["runs"])
+    shown = points(measured.runs)
     drawn = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     axes = drawn.subplots(2, 2, sharex=True, sharey=True)
     sizes = list(dict.fromkeys(model for _, model in shown))
@@ -51,7 +46,7 @@ def figure(measured: dict[str, Any]) -> CaptionedFigure:
         for axis, precision in zip(row, ("q8_0", "q4_k_m"), strict=True):
             for size, color, dashes, marker in zip(sizes, COLORS, DASHES, MARKERS, strict=True):
                 of = shown[precision, size]
-                ratios = [statistics.median(of[active][key]) for active in of]
+                ratios = [statistics.median(getattr(of[active], key)) for active in of]
                 axis.plot([100 * a for a in of], ratios, color=color, linestyle=dashes, marker=marker, label=size)
                 cells = ", ".join(f"{ratio:.2f} at {active:.0%}" for active, ratio in zip(of, ratios, strict=True))
                 said.append(f"{precision.upper()}, {what}, {size}: {cells}")
@@ -64,9 +59,10 @@ def figure(measured: dict[str, Any]) -> CaptionedFigure:
         axis.set_ylabel("times dense")
     for axis in axes[1]:
         axis.set_xlabel("% active")
-    caption = f"Layers of random weights; {measured['machine']}, llama-cpp-python {measured['llama-cpp-python']}."
+    caption = f"Layers of random weights; {measured.machine}, llama-cpp-python {vars(measured)['llama-cpp-python']}."
     return CaptionedFigure("layouts", "Speed of experts in llama.cpp, times dense", "; ".join(said), caption, drawn)
 
 
 if __name__ == "__main__":
-    save(figure(json.loads((HERE.parent / "lab" / "engine-layouts.json").read_text("utf-8"))), HERE)
+    text = (HERE.parent / "lab" / "engine-layouts.json").read_text("utf-8")
+    save(figure(json.loads(text, object_hook=lambda fields: SimpleNamespace(**fields))), HERE)

@@ -186,10 +186,11 @@ def finetune(
     )
     distributed.on_rank_zero(lambda: _keep_earlier_text(origin.folder / "run", run))
     watch.ended("text")
-    student, best, rate = _train(recipe, origin, dense, corpus, run, on_progress)
+    student, best = _train(recipe, origin, dense, corpus, run, on_progress)
     watch.ended("learning")
 
     def finish() -> None:
+        rate = peak_rate(recipe, best.start)
         require_improvement_(best, rate)
         save(student, recipe, origin, corpus, best, rate, tokenizer, out, force or resumed)
         watch.ended("folding")
@@ -212,8 +213,7 @@ def _train(
     corpus: Corpus,
     run: RunFolder,
     on_progress: ProgressCallback,
-) -> tuple[MoEStudent, BestWeights, float]:
-    """What was trained, its checks, and the peak learning rate."""
+) -> tuple[MoEStudent, BestWeights]:
     moe = load_moe(origin.folder, str(origin.dtype(recipe)).removeprefix("torch."), recipe.device)
     student = MoEStudent(moe, origin.plan, recipe)
     step_fn = FinetuneStep(student, recipe, None if recipe.loss.objective == "lm" else dense)
@@ -227,7 +227,7 @@ def _train(
         find_peak=lambda: peak_rate(recipe, best.start),
     )  # fmt: skip
     run_training(training, "finetune", on_progress)
-    return student, best, training.peak
+    return student, best
 
 
 def peak_rate(recipe: FinetuneRecipe, start: float) -> float:
