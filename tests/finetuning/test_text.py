@@ -97,6 +97,17 @@ def test_the_same_file_gives_text_that_was_not_fitted(place: Path, named: bool) 
     assert held_out == {tuple(ids.tolist()) for ids in corpus.evaluation.input_ids}
 
 
+def test_more_text_is_held_out_than_by_the_conversion(place: Path) -> None:
+    """The first sequences are held out; behind the conversion's come those that it was carved from."""
+    kept, plan = Corpus.load(place / "carved" / "run" / "corpus.safetensors"), Plan.load(place / "carved")
+    more = "data.tokens=1200", "data.calibration_tokens=128", "data.evaluation_tokens=384"
+    corpus = read(place / "carved", *more, f"data.sources={place / 'text.txt'}")
+    fitted = fitted_text(place / "carved", plan)
+    assert fitted is not None
+    assert not bool((2 * shared_tokens(corpus.evaluation, fitted).sum(1) > corpus.evaluation.mask.sum(1)).any())
+    assert kept.evaluation.tokens <= corpus.evaluation.tokens < 384
+
+
 def test_what_the_conversion_kept_is_the_text_where_none_is_named(place: Path) -> None:
     assert read(place / "trained").digest() == Corpus.load(place / "trained" / "run" / "corpus.safetensors").digest()
 

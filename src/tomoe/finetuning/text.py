@@ -30,6 +30,9 @@ def finetuning_text(
 ) -> Corpus:
     """Read the text that the recipe names, else what the conversion kept; of either, unfitted text if there is enough.
 
+    What the recipe's sources hold out can be text that the conversion was fitted to, if that held out fewer tokens; it would make
+    the model before fine-tuning look better than it is. Such sequences are left out, unless there are no others.
+
     As many tokens are read beyond `data.tokens` as the conversion was fitted to, so that the same files can be named again.
     Raises UserError if there is no text.
     """
@@ -57,7 +60,10 @@ def finetuning_text(
         return corpus
     train = recipe.train
     sequences = train.steps * train.batch_size * train.gradient_accumulation_steps
-    return replace(corpus, train=unfitted_first(corpus.train, fitted, size, sequences))
+    evaluation = corpus.evaluation
+    if corpus.evaluation_name is None:
+        evaluation = unfitted_first(evaluation, fitted, evaluation.tokens, 0)
+    return replace(corpus, train=unfitted_first(corpus.train, fitted, size, sequences), evaluation=evaluation)
 
 
 def fitted_text(converted: Path, plan: AnyPlan) -> Sequences | None:
